@@ -1,0 +1,33 @@
+"""ReFusion: slot-parallel diffusion language models. Train, decode, measure, serve.
+
+    import refusion
+    model = refusion.load("nano")
+    result = model.generate("Work out (12+7)*3-8.")
+    print(result.text, result.stats.tokens_per_forward)
+
+torch is imported when a model is loaded, not before.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from refusion.config import AutoregressiveConfig, DecodeConfig, UserError
+
+if TYPE_CHECKING:
+    from refusion.generate import Model, Result, Stats, load
+
+__version__ = "0.1.0"
+__all__ = ["AutoregressiveConfig", "DecodeConfig", "Model", "Result", "Stats", "UserError", "__version__", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Model", "Result", "Stats", "load"):
+        from refusion import generate
+
+        return getattr(generate, name)
+    raise AttributeError(f"module 'refusion' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,142 @@
+"""Settings as frozen dataclasses: one definition for Python, the command line, checkpoints and documentation.
+
+Contract: a setting that is `None` is unset; `resolve` fills it from a model's generation_config.json (key
+`refusion`) and then from the package's defaults. Every complaint is a `UserError` of one line that names the setting.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, ClassVar, TypeVar
+
+
+class UserError(ValueError):
+    """Something that the user can put right. Its text is one line and names the setting or the file."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A hint for a misspelt name: `; did you mean 'slot_size'?`, or nothing when no known name is near."""
+    match = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {match[0]!r}?" if match else ""
+
+
+C = TypeVar("C", bound="GenerationConfig")
+
+
+@dataclass(frozen=True)
+class GenerationConfig:
+    """What every way of decoding understands."""
+
+    max_new_tokens: int | None = None  # response budget n, end-of-sequence token included
+    temperature: float | None = None  # 0 = greedy; shapes from which distribution a draft is taken (METHOD 4.1)
+    top_k: int | None = None  # draw from the k most likely tokens; 0 = off
+    top_p: float | None = None  # draw from the smallest set with at least this probability; 1 = off
+    seed: int | None = None  # of every draw; the same seed gives the same text, alone or in a batch
+    stop: tuple[str, ...] | None = None  # strings that end the text; they are not part of it
+    ignore_eos: bool | None = None  # treat end-of-sequence as an ordinary token
+
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {
+        "max_new_tokens": 128, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0, "stop": (), "ignore_eos": False,
+    }  # fmt: skip
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        elif self.stop is not None:
+            object.__setattr__(self, "stop", tuple(self.stop))
+            if not all(isinstance(s, str) for s in self.stop or ()):
+                raise UserError("stop must be a string or a list of strings")
+        if self.stop is not None and "" in self.stop:
+            raise UserError("stop must not contain an empty string")
+        self._at_least("max_new_tokens", 1, int)
+        self._at_least("temperature", 0, float)
+        self._at_least("top_k", 0, int)
+        self._at_least("seed", 0, int)
+        self._within("top_p", 0, 1)
+        if self.top_p == 0:
+            raise UserError("top_p must be greater than 0, got 0")
+
+    def _number(self, name: str, kind: type) -> float | None:
+        value = getattr(self, name)
+        if value is None:
+            return None
+        allowed = (int,) if kind is int else (int, float)
+        if isinstance(value, bool) or not isinstance(value, allowed) or not math.isfinite(value):
+            word = "a whole number" if kind is int else "a finite number"
+            raise UserError(f"{name} must be {word}, got {value!r}")
+        return value
+
+    def _at_least(self, name: str, least: int, kind: type) -> None:
+        value = self._number(name, kind)
+        if value is not None and value < least:
+            raise UserError(f"{name} must be at least {least}, got {value}")
+
+    def _within(self, name: str, low: float, high: float) -> None:
+        value = self._number(name, float)
+        if value is not None and not low <= value <= high:
+            raise UserError(f"{name} must be between {low} and {high}, got {value}")
+
+    def resolve(self: C, model_defaults: Mapping[str, Any] | None = None) -> C:
+        """A copy without unset settings: given ones first, then the model's, then the package's defaults.
+
+        Raises `UserError` when the whole does not fit together, or when a model's default is not valid.
+        """
+        known = {f.name for f in fields(self)}
+        filled = {**self.DEFAULTS, **{k: v for k, v in (model_defaults or {}).items() if k in known}}
+        unset = {name: value for name, value in filled.items() if getattr(self, name) is None}
+        whole = replace(self, **unset)
+        whole._fit()
+        return whole
+
+    def _fit(self) -> None:
+        """Checks that need all settings; overridden where there are any."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as plain JSON values, unset ones left out."""
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items() if v is not None}
+
+
+@dataclass(frozen=True)
+class AutoregressiveConfig(GenerationConfig):
+    """Token by token, left to right."""
+
+
+@dataclass(frozen=True)
+class DecodeConfig(GenerationConfig):
+    """Slot-parallel decoding: select and infill (METHOD 4)."""
+
+    slot_size: int | None = None  # k, tokens per slot
+    block_size: int | None = None  # b, tokens per serial block; a block holds floor(b / k) slots
+    slot_threshold: float | None = None  # tau_slot: choose slots whose first drafted token is likelier than this
+    token_threshold: float | None = None  # tau_token: accept drafted tokens verified as likelier than this
+
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {
+        **GenerationConfig.DEFAULTS, "slot_size": 8, "block_size": 32, "slot_threshold": 0.9, "token_threshold": 0.4,
+    }  # fmt: skip
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least("slot_size", 1, int)
+        self._at_least("block_size", 1, int)
+        self._within("slot_threshold", 0, 1)
+        self._within("token_threshold", 0, 1)
+        if self.slot_size is not None and self.block_size is not None:
+            self._fit()
+
+    def resolve(self, model_defaults: Mapping[str, Any] | None = None) -> DecodeConfig:
+        """As in `GenerationConfig`; a default block grows to a larger given slot, and a default slot shrinks to a
+        smaller given block, so that setting one of the two alone is never an error."""
+        defaults = {**self.DEFAULTS, **(model_defaults or {})}
+        if self.slot_size is not None and self.block_size is None:
+            defaults["block_size"] = max(defaults["block_size"], self.slot_size)
+        if self.block_size is not None and self.slot_size is None:
+            defaults["slot_size"] = min(defaults["slot_size"], self.block_size)
+        return super().resolve(defaults)
+
+    def _fit(self) -> None:
+        assert self.slot_size is not None and self.block_size is not None
+        if self.block_size < self.slot_size:
+            raise UserError(f"block_size must be at least slot_size ({self.slot_size}), got {self.block_size}")

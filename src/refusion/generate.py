@@ -1,0 +1,298 @@
+"""One prompt, one model: `load`, `Model.generate`, `Model.stream`.
+
+Contract: a `Result` is a fold over a decoder's events; what is decoded depends on prompt, settings and weights alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, overload
+
+import torch
+
+from refusion.config import AutoregressiveConfig, DecodeConfig, UserError, nearest
+from refusion.events import Committed, Event, Finished, to_dict
+from refusion.methods import autoregressive
+from refusion.methods.base import Decoder, Forward, TokenIds
+from refusion.methods.refusion import decode as refusion
+from refusion.models.checkpoint import FolderConfig, load_model, read_config, resolve_folder
+from refusion.models.prepack import prepack
+from refusion.models.runner import Runner, barred_ids
+from refusion.models.tokenizer import Tokenizer
+from refusion.models.transformer import Transformer
+
+WEIGHTS = Path(__file__).parent / "weights"
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+Config = DecodeConfig | AutoregressiveConfig
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Figures of one generation. Tokens after the end never count; every model call counts."""
+
+    prompt_tokens: int
+    tokens: int  # response tokens, +1 for an end-of-sequence that ended it
+    forwards: int  # model calls in which this request had rows
+    rows: int  # all input rows of these calls, the prompt's included
+    rounds: int
+    seconds: float  # wall clock, prompt included
+
+    @property
+    def tokens_per_forward(self) -> float:
+        return self.tokens / self.forwards
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            **asdict(self), "tokens_per_forward": self.tokens_per_forward, "tokens_per_second": self.tokens_per_second,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished response."""
+
+    text: str
+    token_ids: tuple[int, ...]  # without end-of-sequence, cut before a stop string
+    finish_reason: str  # "stop" (end-of-sequence or stop string) or "length"
+    events: tuple[Event, ...]
+    stats: Stats
+    settings: dict[str, Any]
+    prompt_ids: tuple[int, ...]
+
+    def to_dict(self, events: bool = False) -> dict[str, Any]:
+        """Plain JSON values."""
+        out = {
+            "text": self.text, "token_ids": list(self.token_ids), "finish_reason": self.finish_reason,
+            "stats": self.stats.to_dict(), "settings": self.settings, "prompt_ids": list(self.prompt_ids),
+        }  # fmt: skip
+        return out | ({"events": [to_dict(event) for event in self.events]} if events else {})
+
+
+def packaged_models() -> list[str]:
+    """Names of the models that come with the package."""
+    return sorted(path.name for path in WEIGHTS.iterdir() if (path / "config.json").exists()) if WEIGHTS.is_dir() else []
+
+
+def load(model: str | Path, device: str | None = None, dtype: str | torch.dtype | None = None) -> Model:
+    """Load a model: "nano" or "nano-ar" (they come with the package), a Hugging Face folder, or a hub id.
+
+    device: "cpu", "cuda", ...; default: CUDA if there is one. dtype: "float32", "bfloat16" or a torch dtype; default:
+    float32 on a CPU, the stored type elsewhere. Raises `UserError` when the folder is missing or broken.
+    """
+    packaged = packaged_models()
+    if str(model) in packaged:
+        folder = WEIGHTS / str(model)
+    else:
+        try:
+            folder = resolve_folder(model)
+        except UserError as error:
+            raise UserError(f"{error}{nearest(str(model), packaged)}") from None
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    config = read_config(folder)
+    transformer = load_model(folder, device, dtype)
+    prepack(transformer)
+    return Model(str(model), transformer, Tokenizer.from_folder(folder), config)
+
+
+class Model:
+    """A transformer with its tokenizer and settings, ready to write."""
+
+    def __init__(self, name: str, transformer: Transformer, tokenizer: Tokenizer, folder: FolderConfig) -> None:
+        self.name, self.transformer, self.tokenizer, self.folder = name, transformer, tokenizer, folder
+        self.ids = TokenIds(folder.mask_token_id, folder.eos_token_ids)
+        vocab_size = transformer.config.vocab_size
+        self._barred = barred_ids(vocab_size, tokenizer.token_ids(), self.ids.mask).to(transformer.lm_head.weight.device)
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether slots can be decoded: an autoregressive folder has no mask token."""
+        return self.ids.mask is not None
+
+    @overload
+    def generate(self, prompt: str, config: Config | None = None, raw: bool = False) -> Result: ...
+    @overload
+    def generate(self, prompt: Any, config: Config | None = None, raw: bool = False) -> Any: ...
+    def generate(self, prompt: Any, config: Config | None = None, raw: bool = False) -> Any:
+        """Write a response; for a list of prompts, a list of responses.
+
+        prompt: text (one user turn if the model has a chat template), a list of {"role", "content"}, or token ids,
+        taken verbatim; a list of these is several prompts. raw: no chat template. config: settings; unset ones come from the
+        model's generation_config.json. Raises `UserError` for what cannot be done.
+        """
+        if _several(prompt):
+            return [self.generate(one, config, raw) for one in prompt]
+        stream = self.stream(prompt, config, raw)
+        while True:
+            try:
+                next(stream)
+            except StopIteration as stop:
+                return stop.value
+
+    def stream(self, prompt: Prompt, config: Config | None = None, raw: bool = False) -> Generator[Event, None, Result]:
+        """The decoder's events as they happen; the generator's return value is the `Result`."""
+        settings = self.settings(config)
+        ids = self.encode(prompt, raw)
+        settings = self._fitted(settings, config, len(ids))
+        return self._run(ids, settings)
+
+    def settings(self, config: Config | None = None) -> Config:
+        """The settings with nothing unset."""
+        defaults = self.folder.defaults
+        if config is None:
+            wants_slots = self.has_mask and defaults.get("method") != "autoregressive"
+            config = DecodeConfig() if wants_slots else AutoregressiveConfig()
+        if isinstance(config, DecodeConfig) and not self.has_mask:
+            raise UserError(
+                f"{self.name} has no mask token, so it can only write token by token: use AutoregressiveConfig "
+                "(--method autoregressive)"
+            )
+        return config.resolve(defaults)
+
+    def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
+        """Prompt to token ids, as `generate` does it."""
+        if isinstance(prompt, str):
+            if not prompt:
+                raise UserError("prompt must not be empty")
+            if raw or not self.tokenizer.has_chat_template:
+                ids = self.tokenizer.encode(prompt, add_special_tokens=True)
+            else:
+                ids = self.tokenizer.encode_chat([{"role": "user", "content": prompt}])
+        elif len(prompt) and isinstance(prompt[0], Mapping):
+            if not self.tokenizer.has_chat_template:
+                raise UserError(f"prompt is a list of messages, but {self.name} has no chat template")
+            ids = self.tokenizer.encode_chat([_message(m) for m in prompt])
+        else:
+            ids = [self._checked(token) for token in prompt]
+        if not ids:
+            raise UserError("prompt must not be empty")
+        return ids
+
+    def _checked(self, token: Any) -> int:
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise UserError(f"prompt must be text, messages or token ids, got {token!r}")
+        if not 0 <= token < self.transformer.config.vocab_size:
+            raise UserError(f"prompt has token id {token}, outside the vocabulary of {self.transformer.config.vocab_size}")
+        return token
+
+    def _fitted(self, settings: Config, given: Config | None, prompt_tokens: int) -> Config:
+        """Within the context: a budget that was not asked for shrinks to what is left of it."""
+        context = self.transformer.config.max_position_embeddings
+        room = context - prompt_tokens
+        assert settings.max_new_tokens is not None
+        if room < 1:
+            raise UserError(f"prompt has {prompt_tokens} tokens, longer than the context of {context} leaves room for")
+        if settings.max_new_tokens <= room:
+            return settings
+        if given is not None and given.max_new_tokens is not None:
+            raise UserError(
+                f"max_new_tokens ({settings.max_new_tokens}) and the prompt ({prompt_tokens} tokens) do not fit the "
+                f"context of {context}"
+            )
+        return replace(settings, max_new_tokens=room)
+
+    def _run(self, prompt: list[int], settings: Config) -> Generator[Event, None, Result]:
+        began = time.perf_counter()
+        decoder = make_decoder(prompt, settings, self.ids)
+        assert settings.max_new_tokens is not None
+        runner = Runner(self.transformer, self._barred, len(prompt) + 2 * settings.max_new_tokens)
+        fold = _Fold(self.tokenizer, settings.stop or (), () if settings.ignore_eos else self.ids.eos)
+        for event in drive(decoder, runner):
+            fold.add(event)
+            yield event
+            if fold.stopped:
+                break
+        text, tokens, reason = fold.close()
+        count = len(tokens) + fold.ended_by_eos
+        seconds = time.perf_counter() - began
+        stats = Stats(len(prompt), count, runner.forwards, runner.rows, fold.rounds, seconds)
+        return Result(text, tokens, reason, tuple(fold.events), stats, settings.to_dict(), tuple(prompt))
+
+
+def make_decoder(prompt: Sequence[int], settings: Config, ids: TokenIds) -> Decoder:
+    """The decoder that these settings ask for."""
+    if isinstance(settings, DecodeConfig):
+        return refusion.decode(prompt, settings, ids)
+    return autoregressive.decode(prompt, settings, ids)
+
+
+def drive(decoder: Decoder, runner: Runner) -> Iterator[Event]:
+    """Run one decoder on one model to its end: answer its forwards, pass its events on."""
+    answer = None
+    while True:
+        try:
+            item = decoder.send(answer)
+        except StopIteration:
+            return
+        if isinstance(item, Forward):
+            answer = runner(item)
+        else:
+            answer = None
+            yield item
+
+
+def _several(prompt: Any) -> bool:
+    """Whether this is a list of prompts: of texts, of token lists, or of message lists."""
+    if isinstance(prompt, str):
+        return False
+    if not isinstance(prompt, Sequence):
+        raise UserError(f"prompt must be text, messages or token ids, got {type(prompt).__name__}")
+    first = prompt[0] if len(prompt) else None
+    return isinstance(first, str) or (isinstance(first, Sequence) and not isinstance(first, Mapping))
+
+
+def _message(message: Mapping[str, str]) -> dict[str, str]:
+    if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
+        raise UserError(f"prompt message must have 'role' and 'content', got {message!r}")
+    return dict(message)
+
+
+class _Fold:
+    """Collects events; looks for stop strings in the text whose every earlier token is final."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], eos: Collection[int]) -> None:
+        self.tokenizer, self.stop, self.eos = tokenizer, stop, eos
+        self.events: list[Event] = []
+        self.rounds, self.stopped, self.ended_by_eos = 0, False, False
+        self._written: dict[int, int] = {}
+        self._prefix: list[int] = []
+        self._finished: Finished | None = None
+
+    def add(self, event: Event) -> None:
+        self.events.append(event)
+        if isinstance(event, Committed):
+            self.rounds = max(self.rounds, event.round + 1)
+            if self.stop:
+                self._written |= zip(event.positions, event.tokens, strict=True)
+                while (token := self._written.get(len(self._prefix))) is not None and token not in self.eos:
+                    self._prefix.append(token)
+                self.stopped = self._cut(self._prefix) is not None
+        elif isinstance(event, Finished):
+            self._finished, self.ended_by_eos = event, event.eos
+            self.stopped = False
+
+    def _cut(self, tokens: Sequence[int]) -> str | None:
+        """Text before the earliest stop string, or None."""
+        text = self.tokenizer.decode(tokens)
+        places = [place for place in (text.find(stop) for stop in self.stop) if place >= 0]
+        return text[: min(places)] if places else None
+
+    def close(self) -> tuple[str, tuple[int, ...], str]:
+        """Text, token ids and finish reason."""
+        tokens = list(self._finished.tokens if self._finished is not None else self._prefix)
+        cut = self._cut(tokens) if self.stop else None
+        if cut is None:
+            assert self._finished is not None
+            return self.tokenizer.decode(tokens), tuple(tokens), self._finished.reason
+        self.ended_by_eos = False
+        kept = 0  # tokens that lie wholly before the stop string
+        while kept < len(tokens) and len(self.tokenizer.decode(tokens[: kept + 1])) <= len(cut):
+            kept += 1
+        return cut, tuple(tokens[:kept]), "stop"

@@ -1,0 +1,131 @@
+"""Training rows of ReFusion: METHOD 3 (paper, section 3.2). Numpy only; all chance comes from the generator handed in.
+
+Worked example: prompt `p q` at 0, 1; answer `a b c d e` at 2..6; k = 2, so slots [a b] [c d] [e]. If the slots 1 and 2 are masked:
+
+    buffer     p  q  a  b  M  M  M        clean slots in random order, then masked slots in ascending order
+    position   0  1  2  3  4  5  6        always the place in the text
+    target     -  -  b  -  c  d  e        clean: next token inside the slot; masked: the token itself
+    loss             ar    mdm mdm mdm
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from refusion.config import UserError
+from refusion.methods.base import Example, Loss, TokenIds, TrainingRow
+from refusion.methods.rows import RowBuilder, next_token_row
+
+AR, MDM = 0, 1
+
+
+@dataclass(frozen=True)
+class ReFusionObjective:
+    """The hybrid objective L_AR + lambda * L_MDM, and three helps that small models need (METHOD 3.5), off by default."""
+
+    ids: TokenIds
+    slot_sizes: tuple[int, ...] = (4, 8, 16, 32)
+    slot_weights: tuple[float, ...] | None = None  # None: all alike
+    corruption: str = "count"  # "count": exactly floor(t*K) slots; "bernoulli": each with p = 0.999 t + 0.001
+    normalisation: str = "targets"  # "targets": mean over masked tokens; "upstream": CE / (p * length), mean over rows
+    mdm_scale: float = 1.0  # lambda
+    autoregressive_fraction: float = 0.0  # rows left whole and in order, next-token targets everywhere in the answer
+    partial_slot_fraction: float = 0.0  # masked slots that keep a random clean beginning
+    eos_fill: bool = False  # masked positions after the end of the answer ask for end-of-sequence
+
+    CORRUPTIONS: ClassVar[tuple[str, ...]] = ("count", "bernoulli")
+    NORMALISATIONS: ClassVar[tuple[str, ...]] = ("targets", "upstream")
+
+    def __post_init__(self) -> None:
+        if self.ids.mask is None:
+            raise UserError("the refusion objective needs a model with a mask token")
+        if not self.slot_sizes or min(self.slot_sizes) < 1:
+            raise UserError(f"slot_sizes must be positive, got {list(self.slot_sizes)}")
+        if self.slot_weights is not None and len(self.slot_weights) != len(self.slot_sizes):
+            raise UserError("slot_weights must have one entry for each of slot_sizes")
+        if self.corruption not in self.CORRUPTIONS:
+            raise UserError(f"corruption must be one of {', '.join(self.CORRUPTIONS)}, got {self.corruption!r}")
+        if self.normalisation not in self.NORMALISATIONS:
+            raise UserError(f"normalisation must be one of {', '.join(self.NORMALISATIONS)}, got {self.normalisation!r}")
+        for name in ("autoregressive_fraction", "partial_slot_fraction"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"{name} must be between 0 and 1, got {getattr(self, name)}")
+
+    @property
+    def losses(self) -> tuple[Loss, ...]:
+        return (Loss("ar"), Loss("mdm", self.mdm_scale, "targets" if self.normalisation == "targets" else "rows"))
+
+    def row(self, example: Example, rng: np.random.Generator) -> TrainingRow:
+        """Corrupt one example: draw a slot size and t, mask slots, order them, set targets."""
+        if example.room is None and rng.random() < self.autoregressive_fraction:
+            return next_token_row(example, AR)
+        size = self._slot_size(rng)
+        answer = self._filled(example, size, rng)
+        count = -(-len(answer) // size)
+        masked, p = choose_slots(count, self.corruption, rng)
+        builder = RowBuilder(example)
+        for slot in rng.permutation(np.flatnonzero(~masked)):
+            self._add_clean(builder, example, answer, slot * size, size)
+        for slot in np.flatnonzero(masked):
+            self._add_masked(builder, example, answer, slot * size, size, rng)
+        weight = 1.0 if self.normalisation == "targets" else 1.0 / (p * len(answer))
+        return builder.build({MDM: weight})
+
+    def _slot_size(self, rng: np.random.Generator) -> int:
+        if self.slot_weights is None:
+            return int(rng.choice(self.slot_sizes))
+        weights = np.asarray(self.slot_weights, dtype=float)
+        return int(rng.choice(self.slot_sizes, p=weights / weights.sum()))
+
+    def _filled(self, example: Example, size: int, rng: np.random.Generator) -> NDArray[np.int64]:
+        """The answer, and with `eos_fill` end-of-sequence up to the end of its last slot, at times 1-3 slots more."""
+        answer = example.answer
+        if not self.eos_fill or int(answer[-1]) not in self.ids.eos:
+            return answer
+        length = -(-len(answer) // size) * size
+        if rng.random() < 0.3:
+            length += size * int(rng.integers(1, 4))
+        if example.room is not None:
+            length = max(len(answer), min(length, example.room))
+        return np.concatenate([answer, np.full(length - len(answer), answer[-1])])
+
+    @staticmethod
+    def _add_clean(builder: RowBuilder, example: Example, answer: NDArray[np.int64], start: int, size: int) -> None:
+        tokens = answer[start : start + size]
+        # what follows the end of the answer is only ever drafted, never kept: a clean slot stops at end-of-sequence
+        tokens = tokens[: max(0, len(example.answer) - start)]
+        if len(tokens) == 0:
+            return
+        targets = np.append(tokens[1:], -1)
+        builder.add(tokens, example.start + start, targets, AR)
+
+    def _add_masked(
+        self, builder: RowBuilder, example: Example, answer: NDArray[np.int64], start: int, size: int, rng: np.random.Generator
+    ) -> None:
+        tokens = answer[start : start + size]
+        real = min(len(tokens), len(example.answer) - start)  # before the fill
+        known = 0
+        if real > 1 and rng.random() < self.partial_slot_fraction:
+            known = int(rng.integers(1, real))
+        if known:
+            builder.add(tokens[:known], example.start + start, np.append(tokens[1:known], -1), AR)
+        assert self.ids.mask is not None
+        builder.add(np.full(len(tokens) - known, self.ids.mask), example.start + start + known, tokens[known:], MDM)
+
+
+def choose_slots(count: int, corruption: str, rng: np.random.Generator) -> tuple[NDArray[np.bool_], float]:
+    """Which of `count` slots are masked, bool [count], and the probability p with which a slot was masked.
+
+    t ~ U(0, 1]. "count" (paper): exactly floor(t * count) slots. "bernoulli" (upstream): each alone with p = 0.999 t + 0.001.
+    """
+    t = 1.0 - rng.random()
+    if corruption == "bernoulli":
+        p = 0.999 * t + 0.001
+        return rng.random(count) < p, p
+    masked = np.zeros(count, dtype=bool)
+    masked[rng.permutation(count)[: int(t * count)]] = True
+    return masked, t

@@ -1,0 +1,502 @@
+"""Model folders in Hugging Face's layout: reading, checking and writing them.
+
+Contract: a folder that is read is checked whole (files, names, shapes) before any weight is used; every complaint is a
+`UserError` of one line that names the file. A folder that is written appears whole or not at all, and replacing one
+never leaves none. This module knows no method: `mask_token_id` and `defaults` are values that it carries.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import math
+import os
+import re
+import shutil
+import sys
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from refusion.config import UserError
+from refusion.models.tokenizer import Tokenizer, one_line, read_json, special_ids
+from refusion.models.transformer import ModelConfig, Transformer
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # safetensors' names
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def resolve_folder(name_or_path: str | Path) -> Path:
+    """An existing folder, or else a hub id `org/name`, fetched where `huggingface_hub` is installed.
+
+    Raises `UserError` when there is no such folder, or when the hub has or gives nothing.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise UserError(f"{path}: is a file, not a model folder")
+    name = str(name_or_path)
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name, re.ASCII):
+        raise UserError(f"no such model folder: {name}")
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise UserError(f"no such model folder: {name} (for a hub id: pip install huggingface_hub)") from None
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"]))
+    except Exception as error:  # offline, unknown, gated, disk full, ...: each has its own class there
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise UserError(f"no such model folder: {name}, and the hub gave nothing for it ({reason})") from None
+
+
+# --- config.json and generation_config.json
+
+
+@dataclass(frozen=True)
+class FolderConfig:
+    """What a model folder says about itself, without its weights."""
+
+    model: ModelConfig
+    architecture: str  # as in `architectures`, "Qwen3ForCausalLM"
+    mask_token_id: int | None  # None: a plain autoregressive model
+    eos_token_ids: tuple[int, ...]  # of generation_config.json, config.json and the tokenizer, in this order
+    bos_token_id: int | None
+    pad_token_id: int | None
+    defaults: dict[str, Any]  # decoding settings: generation_config.json, key `refusion`
+    raw: dict[str, Any]  # config.json as it stands
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights, tied ones counted once."""
+        return count_parameters(self.model)
+
+
+def count_parameters(config: ModelConfig) -> int:
+    """Number of weights of a shape, tied ones counted once."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in Transformer(config).parameters())
+
+
+class _Fields:
+    """Typed access to a JSON file's fields; complaints name the file and the field. null counts as absent."""
+
+    def __init__(self, raw: Mapping[str, Any], path: Path) -> None:
+        self.raw, self.path = raw, path
+
+    def fail(self, message: str) -> UserError:
+        return UserError(f"{self.path}: {message}")
+
+    def whole(self, name: str, default: int | None = None) -> int:
+        value = self.raw.get(name)
+        value = default if value is None else value
+        if value is None:
+            raise self.fail(f"{name} is missing")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.fail(f"{name} must be a whole number of at least 1, got {value!r}")
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        value = self.raw.get(name)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise self.fail(f"{name} must be a number above 0, got {value!r}")
+        return float(value)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.raw.get(name)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise self.fail(f"{name} must be true or false, got {value!r}")
+        return value
+
+    def table(self, name: str) -> dict[str, Any]:
+        value = self.raw.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise self.fail(f"{name} must be an object, got {value!r}")
+        return dict(value or {})
+
+    def ids(self, name: str) -> tuple[int, ...]:
+        """Token ids: one number or a list of them."""
+        value = self.raw.get(name)
+        values = value if isinstance(value, list) else [] if value is None else [value]
+        if any(isinstance(v, bool) or not isinstance(v, int) or v < 0 for v in values):
+            raise self.fail(f"{name} must be a token id or a list of them, got {value!r}")
+        return tuple(values)
+
+
+def read_config(folder: str | Path) -> FolderConfig:
+    """Read and check config.json, generation_config.json and the tokenizer's special ids. Weights are not touched."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"no such model folder: {folder}")
+    config = _Fields(read_json(folder / "config.json"), folder / "config.json")
+    path = folder / "generation_config.json"
+    generation = _Fields(read_json(path) if path.exists() else {}, path)
+    model = _model_config(config)
+    named = special_ids(folder)
+    eos, bos, pad = (
+        [*generation.ids(name), *config.ids(name), *([named[token]] if token in named else [])]
+        for name, token in (("eos_token_id", "eos_token"), ("bos_token_id", "bos_token"), ("pad_token_id", "pad_token"))
+    )
+    mask = config.ids("mask_token_id")
+    if mask and mask[0] >= model.vocab_size:
+        raise config.fail(f"mask_token_id {mask[0]} is outside the vocabulary ({model.vocab_size} entries)")
+    if not mask and named.get("mask_token", model.vocab_size) < model.vocab_size:
+        mask = (named["mask_token"],)
+    architectures = config.raw.get("architectures") or [ARCHITECTURES[model.model_type]]
+    return FolderConfig(
+        model, str(architectures[0]), mask[0] if mask else None, tuple(dict.fromkeys(eos)), bos[0] if bos else None,
+        pad[0] if pad else None, generation.table("refusion"), dict(config.raw),
+    )  # fmt: skip
+
+
+def _model_config(config: _Fields) -> ModelConfig:
+    kind = str(config.raw.get("model_type"))
+    if kind not in ARCHITECTURES:
+        raise config.fail(f"model_type {kind!r} is not supported (known: {', '.join(ARCHITECTURES)})")
+    if config.raw.get("hidden_act", "silu") != "silu":
+        raise config.fail(f"hidden_act {config.raw['hidden_act']!r} is not supported (known: silu)")
+    if config.raw.get("quantization_config"):
+        raise config.fail("quantization_config: quantised weights are not supported")
+    hidden, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
+    bias = kind != "qwen2" and config.flag("attention_bias")
+    shape = ModelConfig(
+        model_type=kind,
+        vocab_size=config.whole("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=config.whole("intermediate_size"),
+        num_hidden_layers=config.whole("num_hidden_layers"),
+        num_attention_heads=heads,
+        num_key_value_heads=config.whole("num_key_value_heads", heads),
+        head_dim=config.whole("head_dim", 128 if kind == "qwen3" else max(hidden // heads, 1)),  # as in transformers
+        rms_norm_eps=config.number("rms_norm_eps", 1e-6),
+        rope_theta=_rope_theta(config),
+        max_position_embeddings=config.whole("max_position_embeddings", 2048 if kind == "llama" else 32768),
+        tie_word_embeddings=config.flag("tie_word_embeddings"),
+        qkv_bias=bias or kind == "qwen2",
+        o_bias=bias,
+        mlp_bias=kind == "llama" and config.flag("mlp_bias"),
+        qk_norm=kind == "qwen3",
+        initializer_range=config.number("initializer_range", 0.02),
+    )
+    _check_shape(config, shape)
+    return shape
+
+
+def _check_shape(config: _Fields, shape: ModelConfig) -> None:
+    """What the single fields do not show: heads that fit together, and attention that really is full."""
+    heads, groups = shape.num_attention_heads, shape.num_key_value_heads
+    if heads % groups:
+        raise config.fail(f"num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({groups})")
+    if shape.head_dim % 2:
+        raise config.fail(f"head_dim must be even, got {shape.head_dim}")
+    if shape.model_type != "llama" and config.flag("use_sliding_window") and config.raw.get("sliding_window"):
+        window, full = config.whole("sliding_window"), config.raw.get("max_window_layers", 28)
+        windowed = not isinstance(full, int) or full < shape.num_hidden_layers
+        if "layer_types" in config.raw:
+            windowed = "sliding_attention" in (config.raw["layer_types"] or [])
+        if windowed and window < shape.max_position_embeddings:
+            raise config.fail(f"sliding_window ({window}) is in use, which is not supported")
+
+
+def _rope_theta(config: _Fields) -> float:
+    """Base of the rotary embedding: in `rope_parameters` (new), or `rope_theta` beside `rope_scaling` (old)."""
+    name = "rope_scaling" if config.raw.get("rope_scaling") else "rope_parameters"
+    table = _Fields(config.table(name), config.path)
+    kind = table.raw.get("rope_type", table.raw.get("type", "default"))
+    if kind != "default" or any(isinstance(value, dict) for value in table.raw.values()):
+        raise config.fail(f"{name}: rope_type {kind!r} is not supported (known: 'default')")
+    if table.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0)) != 1.0:
+        raise config.fail("partial_rotary_factor other than 1 is not supported")
+    return table.number("rope_theta", config.number("rope_theta", 10000.0))
+
+
+# --- weights: reading
+
+
+def load_model(
+    folder: str | Path, device: str | torch.device | None = None, dtype: str | torch.dtype | None = None
+) -> Transformer:
+    """The model of a folder, in eval mode.
+
+    device: None = CUDA where there is one, else the CPU. dtype: "float32", "bfloat16" or a torch dtype; None = float32
+    on the CPU and the stored one elsewhere. One tensor at a time is converted, so the peak is the model and one tensor.
+    Raises `UserError` naming the file when anything is missing, broken or does not fit config.json.
+    """
+    folder = Path(folder)
+    config = read_config(folder).model
+    place = _device(device)
+    with torch.device("meta"):
+        model = Transformer(config)
+    files = _tensor_files(folder)
+    stored = _check_tensors(folder, files, {name: tuple(t.shape) for name, t in model.state_dict().items()}, config)
+    wanted = _dtype(dtype) or (torch.float32 if place.type == "cpu" else stored)
+    state: dict[str, Tensor] = {}
+    for file in sorted(set(files.values())):
+        with _opened(file) as tensors:
+            for name in (n for n, f in files.items() if f == file and not _ignored(n)):
+                # A copy even where nothing changes: it is aligned, and independent of the file.
+                state[name] = tensors.get_tensor(name).to(device=place, dtype=wanted, copy=True)
+    _assign(model, state, folder)
+    return model.eval()
+
+
+def _assign(model: Transformer, state: dict[str, Tensor], folder: Path) -> None:
+    """Put loaded tensors in place of the meta ones, and tie the output head again."""
+    embedding, head = state["model.embed_tokens.weight"], state.pop("lm_head.weight", None)
+    if model.config.tie_word_embeddings:
+        if head is not None and not torch.equal(head, embedding):
+            raise UserError(f"{folder}: lm_head.weight differs from the embedding, but tie_word_embeddings is true")
+        head = embedding
+    assert head is not None
+    model.load_state_dict({**state, "lm_head.weight": head}, assign=True)
+    if model.config.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(device)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise UserError(f"device {str(device)!r} cannot be used ({one_line(error)[:100]})") from None
+    return place
+
+
+def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    known = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if (known is None and dtype is not None) or (known is not None and not known.is_floating_point):
+        raise UserError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    return known
+
+
+def _ignored(name: str) -> bool:
+    """Old Llama folders also store the rotary frequencies, which follow from the config."""
+    return name.endswith("rotary_emb.inv_freq")
+
+
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """A safetensors file; its header is checked against its length."""
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            yield tensors
+    except FileNotFoundError:
+        raise UserError(f"{file}: no such file") from None
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file}: broken or cut short ({one_line(error)})") from None
+
+
+def _tensor_files(folder: Path) -> dict[str, Path]:
+    """Which file holds which tensor: model.safetensors, or else the shards that the index names."""
+    if (folder / SINGLE).exists():
+        shards = [folder / SINGLE]
+    elif (path := folder / INDEX).exists():
+        names = read_json(path).get("weight_map")
+        if not isinstance(names, dict) or not all(isinstance(n, str) and Path(n).name == n for n in names.values()):
+            raise UserError(f"{path}: weight_map must map tensors to files of this folder")
+        shards = [folder / name for name in sorted(set(names.values()))]
+    else:
+        raise UserError(f"{folder}: holds no weights ({SINGLE} or {INDEX})")
+    files: dict[str, Path] = {}
+    for shard in shards:
+        with _opened(shard) as tensors:
+            files |= dict.fromkeys(tensors.keys(), shard)
+    return files
+
+
+def _check_tensors(
+    folder: Path, files: Mapping[str, Path], shapes: Mapping[str, tuple[int, ...]], config: ModelConfig
+) -> torch.dtype:
+    """Compare the names and shapes of all stored tensors with the model's; returns the stored dtype."""
+    missing = [n for n in shapes if n not in files and not (n == "lm_head.weight" and config.tie_word_embeddings)]
+    if missing:
+        where = folder / (SINGLE if (folder / SINGLE).exists() else INDEX)
+        raise UserError(f"{where}: tensor {missing[0]} is missing{_others(missing)}")
+    unexpected = [name for name in files if name not in shapes and not _ignored(name)]
+    if unexpected:
+        name = unexpected[0]
+        raise UserError(f"{files[name]}: tensor {name} does not belong to a {config.model_type} model of this shape"
+                        f"{_others(unexpected)}")  # fmt: skip
+    stored = torch.float32
+    for file in sorted(set(files.values())):
+        with _opened(file) as tensors:
+            for name in (n for n in shapes if files.get(n) == file):
+                piece = tensors.get_slice(name)
+                if tuple(piece.get_shape()) != shapes[name]:
+                    raise UserError(f"{file}: tensor {name} has shape {list(piece.get_shape())}, "
+                                    f"but config.json asks for {list(shapes[name])}")  # fmt: skip
+                if piece.get_dtype() not in STORED:
+                    raise UserError(f"{file}: tensor {name} has dtype {piece.get_dtype()}, which is not supported")
+                if name == "model.embed_tokens.weight":
+                    stored = STORED[piece.get_dtype()]
+    return stored
+
+
+def _others(names: Sequence[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+
+
+# --- weights: writing
+
+
+def save_folder(
+    path: str | Path, model: Transformer, tokenizer: Tokenizer | None, *, mask_token_id: int | None = None,
+    eos_token_ids: Sequence[int] | None = None, bos_token_id: int | None = None, pad_token_id: int | None = None,
+    defaults: Mapping[str, Any] | None = None, dtype: str | torch.dtype = "bfloat16",
+    max_shard_bytes: int | None = None, extra_files: Mapping[str, str] | None = None,
+) -> Path:  # fmt: skip
+    """Write a Hugging Face folder that `transformers` and `load_model` read; it appears whole or not at all.
+
+    Token ids that are None are the tokenizer's; the chat template travels with the tokenizer. defaults: decoding
+    settings for generation_config.json. extra_files: name -> text, say a model card. An existing model folder is
+    replaced at once; anything else in the way is a `UserError`.
+    """
+    path, wanted = Path(path), _dtype(dtype)
+    assert wanted is not None and (max_shard_bytes is None or max_shard_bytes > 0)
+    if path.is_dir() and any(path.iterdir()) and not (path / "config.json").exists():
+        raise UserError(f"{path}: is no model folder, and is not replaced by one")
+    if tokenizer is not None:
+        mask_token_id = tokenizer.mask_token_id if mask_token_id is None else mask_token_id
+        bos_token_id = tokenizer.bos_token_id if bos_token_id is None else bos_token_id
+        pad_token_id = tokenizer.pad_token_id if pad_token_id is None else pad_token_id
+        if eos_token_ids is None and tokenizer.eos_token_id is not None:
+            eos_token_ids = (tokenizer.eos_token_id,)
+    eos = list(eos_token_ids or ())
+    ids = {"bos_token_id": bos_token_id, "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
+           "pad_token_id": pad_token_id}  # fmt: skip
+    with replaced_folder(path) as new:
+        mask = {} if mask_token_id is None else {"mask_token_id": mask_token_id}
+        _write_json(new / "config.json", {**hf_config(model.config, wanted), **ids, **mask})
+        settings = {"refusion": dict(defaults)} if defaults else {}
+        _write_json(new / "generation_config.json", {k: v for k, v in ids.items() if v is not None} | settings)
+        if tokenizer is not None:
+            tokenizer.save(new)
+        for name, text in (extra_files or {}).items():
+            (new / name).write_text(text, encoding="utf-8")
+        _write_tensors(new, model, wanted, max_shard_bytes)
+    return path
+
+
+def hf_config(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """config.json of a shape, in fields that transformers 4 and 5 both read. Token ids are not in it."""
+    kind = config.model_type
+    assert config.qk_norm == (kind == "qwen3") and (config.mlp_bias is False or kind == "llama")
+    assert (config.qkv_bias, config.o_bias) == (True, False) if kind == "qwen2" else config.qkv_bias == config.o_bias
+    same = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+            "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "max_position_embeddings",
+            "tie_word_embeddings", "initializer_range")  # fmt: skip
+    shape = {name: getattr(config, name) for name in same}
+    if kind == "llama":
+        shape |= {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
+    elif kind == "qwen3":
+        shape |= {"attention_bias": config.qkv_bias, "use_sliding_window": False}
+    else:
+        assert config.head_dim * config.num_attention_heads == config.hidden_size, "qwen2 has no head_dim of its own"
+        del shape["head_dim"]
+        shape |= {"use_sliding_window": False}
+    rope = {"rope_type": "default", "rope_theta": config.rope_theta}
+    return {
+        "architectures": [ARCHITECTURES[kind]], "model_type": kind, "hidden_act": "silu", "attention_dropout": 0.0,
+        **shape, "rope_parameters": rope, "rope_scaling": None, "torch_dtype": str(dtype).removeprefix("torch."),
+        "use_cache": True,
+    }  # fmt: skip
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _write_tensors(folder: Path, model: Transformer, dtype: torch.dtype, max_bytes: int | None) -> None:
+    """All weights as one file, or as shards of at most `max_bytes` each and their index."""
+    tensors: dict[str, Tensor] = dict(model.state_dict())
+    if model.config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    shards: list[list[str]] = [[]]
+    sizes = {name: tensor.numel() * dtype.itemsize for name, tensor in tensors.items()}
+    room = max_bytes or sum(sizes.values())
+    for name, size in sizes.items():
+        if shards[-1] and sum(sizes[n] for n in shards[-1]) + size > room:
+            shards.append([])
+        shards[-1].append(name)
+    names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    if len(shards) == 1:
+        names = [SINGLE]
+    else:
+        where = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+        _write_json(folder / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where})
+    for name, shard in zip(names, shards, strict=True):
+        part = {n: tensors[n].detach().to("cpu", dtype).contiguous() for n in shard}
+        save_file(part, folder / name, metadata={"format": "pt"})
+
+
+# --- folders that appear whole
+
+
+@contextlib.contextmanager
+def replaced_folder(path: str | Path) -> Iterator[Path]:
+    """A new folder to fill, which takes the place of `path` when the block ends without an error.
+
+    It is a hidden sibling until then, so a crash leaves the old folder as it was. Raises `UserError` when it cannot be
+    written (disk full, no permission) or when `path` is a file.
+    """
+    path = Path(os.path.realpath(path))  # a link keeps pointing at the folder that is replaced
+    if path.exists() and not path.is_dir():
+        raise UserError(f"{path}: is a file, not a folder")
+    new = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.tmp"
+    try:
+        new.mkdir(parents=True)
+        yield new
+        for file in (*sorted(new.rglob("*")), new):
+            _fsync(file)
+        _move_over(new, path)
+        _fsync(path.parent)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: cannot be written ({one_line(error)})") from None
+    finally:
+        shutil.rmtree(new, ignore_errors=True)  # the unfinished folder; after an exchange, the old one
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _move_over(new: Path, path: Path) -> None:
+    """Rename `new` to `path`; an existing folder is exchanged in one step where the system can, else set aside."""
+    if not path.exists() or not any(path.iterdir()):
+        os.replace(new, path)
+    elif not _exchanged(new, path):
+        aside = new.with_suffix(".old")
+        os.replace(path, aside)
+        try:
+            os.replace(new, path)
+        except OSError:
+            os.replace(aside, path)
+            raise
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """Swap two folders atomically (Linux: renameat2 with RENAME_EXCHANGE); False where that is not possible."""
+    if sys.platform != "linux":
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    return rename is not None and rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0

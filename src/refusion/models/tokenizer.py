@@ -1,0 +1,472 @@
+"""Text <-> token ids, and chat messages -> prompt ids, from the files of a Hugging Face folder.
+
+Contract: `encode` never returns the mask token's id, whatever the text says (docs/traps.md, 9). The token with this id
+is taken out of the vocabulary that encodes, so its literal text is spelt with ordinary tokens; `save` writes it back.
+Every added token has the id that its file says, holes included: the `tokenizers` library alone numbers them afresh.
+This module knows no model, no tensors (it does not import torch) and no slots.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import tokenizers
+
+from refusion.config import UserError
+
+SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "mask_token")
+# How Qwen2 and Qwen3 cut text before byte-pair merging: part of the format, spelt out where tokenizer.json is missing.
+QWEN2_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+Message = Mapping[str, Any]
+Spec = dict[str, Any]  # the content of a tokenizer.json
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises `UserError` naming the file when it is missing, broken or no object."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(f"{path}: no such file") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not valid JSON ({one_line(error)})") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: must hold a JSON object")
+    return value
+
+
+def one_line(error: object) -> str:
+    """The text of an error on one line."""
+    return " ".join(str(error).split())
+
+
+def special_ids(folder: Path) -> dict[str, int]:
+    """Ids of the named special tokens (`eos_token`, ...) that the tokenizer files of a folder define.
+
+    Cheaper than loading the tokenizer; {} for a folder without tokenizer files.
+    """
+    if not _has_tokenizer(folder):
+        return {}
+    ids = _ids(_read_spec(folder))
+    return {name: ids[text] for name, text in _named_specials(_settings(folder)).items() if text in ids}
+
+
+class Tokenizer:
+    """A tokenizer with its special tokens and chat template.
+
+    >>> tokenizer = Tokenizer.from_folder("my-model")        # doctest: +SKIP
+    >>> tokenizer.decode(tokenizer.encode("Hello there"))    # doctest: +SKIP
+    'Hello there'
+    """
+
+    def __init__(
+        self, spec: Spec, specials: Mapping[str, str], templates: Mapping[str, str], mask_token_id: int | None = None,
+        extra_specials: Sequence[str] = (), source: str = "tokenizer",
+    ) -> None:  # fmt: skip
+        """spec: a tokenizer.json; specials: texts by name; templates: chat templates by name ("default").
+
+        `mask_token_id` wins over the text in `specials`. Raises `UserError` naming `source` when they do not fit.
+        """
+        spec = _pinned(spec)
+        ids = _ids(spec)
+        self._json = json.dumps(spec, ensure_ascii=False)
+        self._specials = dict(specials)
+        self._extra_specials = tuple(extra_specials)
+        self._templates = dict(templates)
+        self._ids = frozenset(ids.values())
+        self.mask_token_id = ids.get(specials.get("mask_token", "")) if mask_token_id is None else mask_token_id
+        if self.mask_token_id in self._ids:
+            self._specials["mask_token"] = next(text for text, i in ids.items() if i == self.mask_token_id)
+            spec = _without(spec, self.mask_token_id, source)
+        else:
+            self._specials.pop("mask_token", None)
+        self._tokenizer = _build(spec, source)
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> Tokenizer:
+        """Read tokenizer.json, or vocab.json + merges.txt, and the settings beside them.
+
+        The mask token is the one of config.json's `mask_token_id`, else the tokenizer's `mask_token`.
+        Raises `UserError` naming the file that is missing or broken.
+        """
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise UserError(f"no such model folder: {folder}")
+        if not _has_tokenizer(folder):
+            raise UserError(f"{folder}: holds no tokenizer (tokenizer.json, or vocab.json and merges.txt)")
+        settings = _settings(folder)
+        mask_token_id = _optional_json(folder / "config.json").get("mask_token_id")
+        return cls(
+            _read_spec(folder), _named_specials(settings), _templates(folder, settings),
+            mask_token_id if isinstance(mask_token_id, int) else None, _extra_specials(settings), str(folder),
+        )  # fmt: skip
+
+    @classmethod
+    def from_tokenizers(
+        cls, tokenizer: tokenizers.Tokenizer, *, chat_template: str | None = None, mask_token: str | None = None,
+        eos_token: str | None = None, pad_token: str | None = None, bos_token: str | None = None,
+    ) -> Tokenizer:  # fmt: skip
+        """Wrap a tokenizer of the `tokenizers` library, say a freshly trained one; it must know the tokens named."""
+        names = {"mask_token": mask_token, "eos_token": eos_token, "pad_token": pad_token, "bos_token": bos_token}
+        specials = {name: text for name, text in names.items() if text is not None}
+        for name, text in specials.items():
+            if tokenizer.token_to_id(text) is None:
+                raise UserError(f"{name} {text!r} is not a token of this tokenizer")
+        templates = {} if chat_template is None else {"default": chat_template}
+        return cls(json.loads(tokenizer.to_str()), specials, templates)
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of a text; special tokens written in it count as such, except the mask token.
+
+        add_special_tokens: also put what the tokenizer itself puts around a text (usually a beginning-of-sequence).
+        """
+        try:
+            ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        except Exception as error:  # the library raises bare Exception, and TypeError for lone surrogates
+            raise UserError(f"the tokenizer cannot encode this text: {one_line(error)}") from None
+        assert self.mask_token_id is None or self.mask_token_id not in ids
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids; ids without a token are passed over.
+
+        Decoding a prefix of a byte-level token stream may end in U+FFFD (a character whose bytes are not all
+        there yet): whoever streams text decodes all ids so far each time, and holds such an ending back.
+        """
+        mask = self.mask_token_id
+        if mask is None or skip_special_tokens or self.mask_token is None:
+            return self._tokenizer.decode([i for i in ids if i != mask], skip_special_tokens=skip_special_tokens)
+        parts: list[list[int]] = [[]]
+        for i in ids:
+            if i == mask:
+                parts.append([])
+            else:
+                parts[-1].append(i)
+        return self.mask_token.join(self._tokenizer.decode(part, skip_special_tokens=False) for part in parts)
+
+    def encode_chat(self, messages: Sequence[Message], **template_kwargs: Any) -> list[int]:
+        """Prompt ids of a chat: the rendered template, whose special tokens are the only ones (none is added)."""
+        return self.encode(self.render_chat(messages, **template_kwargs))
+
+    def render_chat(self, messages: Sequence[Message], **template_kwargs: Any) -> str:
+        """The chat template's text for `messages` (each {"role": ..., "content": ...}), open for the answer.
+
+        template_kwargs reach the template: `tools`, `add_generation_prompt=False`, `enable_thinking`, ...
+        Raises `UserError` when there is no template, or with what the template complains of.
+        """
+        if not self.has_chat_template:
+            raise UserError("this model's tokenizer has no chat template")
+        name = "tool_use" if template_kwargs.get("tools") and "tool_use" in self._templates else "default"
+        source = self._templates.get(name) or next(iter(self._templates.values()))
+        variables = {"tools": None, "documents": None, "add_generation_prompt": True, **self._template_specials}
+        try:
+            return _compiled(source).render(messages=[dict(m) for m in messages], **{**variables, **template_kwargs})
+        except Exception as error:  # a template is a program: it can fail in any way
+            raise UserError(f"chat template: {one_line(error)}") from None
+
+    @cached_property
+    def _template_specials(self) -> dict[str, Any]:
+        extra = {"additional_special_tokens": list(self._extra_specials)} if self._extra_specials else {}
+        return {**self._specials, **extra}
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._templates)
+
+    @property
+    def chat_template(self) -> str | None:
+        """Source of the default chat template."""
+        return self._templates.get("default") or next(iter(self._templates.values()), None)
+
+    @property
+    def vocab_size(self) -> int:
+        """Highest id + 1, added tokens and the mask token included."""
+        return max(self._ids, default=-1) + 1
+
+    def token_ids(self) -> frozenset[int]:
+        """All ids that have a token, the mask's included; a model's other rows must not be drafted (METHOD 4.1)."""
+        return self._ids
+
+    def token_to_id(self, token: str) -> int | None:
+        return self.mask_token_id if token == self.mask_token else self._tokenizer.token_to_id(token)
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """The token as the vocabulary spells it (byte-level tokenizers: not yet text)."""
+        return self.mask_token if token_id == self.mask_token_id else self._tokenizer.id_to_token(token_id)
+
+    @property
+    def mask_token(self) -> str | None:
+        """Text of the mask token; None when there is none, or when the mask's id has no token."""
+        return self._specials.get("mask_token")
+
+    @property
+    def bos_token(self) -> str | None:
+        return self._specials.get("bos_token")
+
+    @property
+    def eos_token(self) -> str | None:
+        return self._specials.get("eos_token")
+
+    @property
+    def pad_token(self) -> str | None:
+        return self._specials.get("pad_token")
+
+    @property
+    def unk_token(self) -> str | None:
+        return self._specials.get("unk_token")
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return None if self.bos_token is None else self.token_to_id(self.bos_token)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return None if self.eos_token is None else self.token_to_id(self.eos_token)
+
+    @property
+    def pad_token_id(self) -> int | None:
+        return None if self.pad_token is None else self.token_to_id(self.pad_token)
+
+    def save(self, folder: str | Path) -> None:
+        """Write tokenizer.json and tokenizer_config.json (chat template inside) into an existing folder."""
+        folder = Path(folder)
+        settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        settings |= self._template_specials
+        if set(self._templates) == {"default"}:
+            settings["chat_template"] = self._templates["default"]
+        elif self._templates:
+            settings["chat_template"] = [{"name": n, "template": t} for n, t in self._templates.items()]
+        (folder / "tokenizer.json").write_text(self._json, encoding="utf-8")
+        text = json.dumps(settings, ensure_ascii=False, indent=2)
+        (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+
+
+# --- reading the files
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return (folder / "tokenizer.json").exists() or (folder / "vocab.json").exists()
+
+
+def _optional_json(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.exists() else {}
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json, over the older special_tokens_map.json."""
+    settings = _optional_json(folder / "tokenizer_config.json")
+    return {**_optional_json(folder / "special_tokens_map.json"), **settings}
+
+
+def _text(value: Any) -> str | None:
+    """A special token is written as a string, or as an object with `content`."""
+    value = value.get("content") if isinstance(value, dict) else value
+    return value if isinstance(value, str) else None
+
+
+def _named_specials(settings: Mapping[str, Any]) -> dict[str, str]:
+    named = {name: _text(settings.get(name)) for name in SPECIAL_NAMES}
+    return {name: text for name, text in named.items() if text is not None}
+
+
+def _extra_specials(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Special tokens without a name of their own, in the old field or the new one."""
+    values = settings.get("additional_special_tokens") or settings.get("extra_special_tokens") or []
+    values = values.values() if isinstance(values, dict) else values
+    return tuple(text for text in map(_text, values) if text is not None)
+
+
+def _templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Chat templates by name; chat_template.jinja wins over tokenizer_config.json."""
+    value = settings.get("chat_template")
+    if (path := folder / "chat_template.jinja").exists():
+        try:
+            value = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{path}: cannot be read ({one_line(error)})") from None
+    if isinstance(value, str):
+        return {"default": value}
+    try:
+        return {entry["name"]: entry["template"] for entry in value or []}
+    except (TypeError, KeyError):
+        raise UserError(f"{folder / 'tokenizer_config.json'}: chat_template must be a text or named texts") from None
+
+
+def _read_spec(folder: Path) -> Spec:
+    """The folder's tokenizer.json, or what it would be; with the added tokens that only other files name."""
+    path = folder / "tokenizer.json"
+    settings = _settings(folder)
+    spec = read_json(path) if path.exists() else _spec_from_vocabulary(folder, settings)
+    if not isinstance(spec.get("model"), dict) or "vocab" not in spec["model"]:
+        raise UserError(f"{path}: not a tokenizer (no model with a vocabulary)")
+    added = list(spec.get("added_tokens") or [])
+    texts, numbers = {token["content"] for token in added}, {token["id"] for token in added}
+    for token in _named_elsewhere(folder, settings, _vocabulary(spec)):
+        if token["content"] not in texts and token["id"] not in numbers:
+            added.append(token)
+    return {**spec, "added_tokens": sorted(added, key=lambda token: token["id"])}
+
+
+def _added_token(token_id: int, content: str, special: bool, flags: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    names = ("single_word", "lstrip", "rstrip", "normalized")
+    return {"id": token_id, "content": content, "special": special, **{n: bool((flags or {}).get(n)) for n in names}}
+
+
+def _named_elsewhere(folder: Path, settings: Mapping[str, Any], vocabulary: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Added tokens of tokenizer_config.json and added_tokens.json, and special tokens of the base vocabulary."""
+    specials = [*_named_specials(settings).values(), *_extra_specials(settings)]
+    try:
+        found = [
+            _added_token(int(i), flags["content"], bool(flags.get("special")), flags)
+            for i, flags in (settings.get("added_tokens_decoder") or {}).items()
+        ]
+        old = _optional_json(folder / "added_tokens.json")
+        found += [_added_token(int(i), text, text in specials) for text, i in old.items()]
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{folder}: added tokens of the tokenizer are not readable ({one_line(error)})") from None
+    found += [_added_token(vocabulary[text], text, True) for text in specials if text in vocabulary]
+    return list({token["content"]: token for token in reversed(found)}.values())
+
+
+def _spec_from_vocabulary(folder: Path, settings: Mapping[str, Any]) -> Spec:
+    """A byte-level byte-pair tokenizer from vocab.json and merges.txt; cut as Qwen2 cuts, or as GPT-2 does."""
+    kind = settings.get("tokenizer_class") or _optional_json(folder / "config.json").get("model_type") or ""
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
+    normalizer, cutter = None, {**byte_level, "use_regex": True}
+    if str(kind).lower().startswith(("qwen2", "qwen3")):
+        normalizer = {"type": "NFC"}
+        split = {"type": "Split", "pattern": {"Regex": QWEN2_PATTERN}, "behavior": "Isolated", "invert": False}
+        cutter = {"type": "Sequence", "pretokenizers": [split, {**byte_level, "use_regex": False}]}
+    model = {
+        "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": "", "end_of_word_suffix": "",
+        "fuse_unk": False, "byte_fallback": False, "vocab": read_json(folder / "vocab.json"),
+        "merges": _merges(folder / "merges.txt"),
+    }  # fmt: skip
+    return {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": normalizer,
+        "pre_tokenizer": cutter, "post_processor": {**byte_level, "use_regex": False},
+        "decoder": {**byte_level, "use_regex": False}, "model": model,
+    }  # fmt: skip
+
+
+def _merges(path: Path) -> list[list[str]]:
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({one_line(error)})") from None
+    pairs = [line.rstrip("\r").split(" ") for line in lines if line.strip() and not line.startswith("#version")]
+    if any(len(pair) != 2 for pair in pairs):
+        raise UserError(f"{path}: every line must hold two tokens")
+    return pairs
+
+
+# --- working on a tokenizer.json
+
+
+def _vocabulary(spec: Spec) -> dict[str, int]:
+    """The base vocabulary: an object in most models, a list of (text, score) in Unigram."""
+    vocab = spec["model"]["vocab"]
+    return dict(vocab) if isinstance(vocab, dict) else {entry[0]: i for i, entry in enumerate(vocab)}
+
+
+def _ids(spec: Spec) -> dict[str, int]:
+    return {**_vocabulary(spec), **{token["content"]: token["id"] for token in spec.get("added_tokens") or []}}
+
+
+def _pinned(spec: Spec) -> Spec:
+    """A copy that asks for no cutting or padding and whose added tokens stand in the base vocabulary with their ids.
+
+    The library ignores the `id` of an added token that the base vocabulary lacks and numbers it after the last one:
+    a hole (METHOD 7: id 151669), or a token taken out, would shift all later ids. Unigram cannot have holes.
+    """
+    model = dict(spec["model"])
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = _ids(spec)
+    return {**spec, "truncation": None, "padding": None, "model": model}
+
+
+def _without(spec: Spec, token_id: int, source: str) -> Spec:
+    """A copy in which no token has `token_id`: not an added one, nor one of the base vocabulary, nor a merge."""
+    model = dict(spec["model"])
+    texts = {text for text, i in _ids(spec).items() if i == token_id}
+    if model.get("unk_token") in texts or model.get("unk_id") == token_id:
+        raise UserError(f"{source}: the mask token {min(texts)!r} must not also be the unknown token")
+    if not isinstance(model["vocab"], dict):
+        return _renamed(spec, token_id)
+    model["vocab"] = {text: i for text, i in model["vocab"].items() if i != token_id}
+    if "merges" in model:
+        model["merges"] = [merge for merge in model["merges"] if not _touches(merge, texts)]
+    return {**spec, "model": model, "added_tokens": [t for t in spec["added_tokens"] if t["id"] != token_id]}
+
+
+def _touches(merge: str | list[str], texts: set[str]) -> bool:
+    left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
+    return left in texts or right in texts or left + right in texts
+
+
+def _renamed(spec: Spec, token_id: int) -> Spec:
+    """Unigram numbers its tokens by place, so the token keeps its place under a text that nobody can guess."""
+    secret = f"\0{secrets.token_hex(16)}"
+    vocab = [[secret, -1e6] if i == token_id else entry for i, entry in enumerate(spec["model"]["vocab"])]
+    added = [{**t, "content": secret} if t["id"] == token_id else t for t in spec["added_tokens"]]
+    return {**spec, "model": {**spec["model"], "vocab": vocab}, "added_tokens": added}
+
+
+def _build(spec: Spec, source: str) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_str(json.dumps(spec, ensure_ascii=False))
+    except Exception as error:  # the library raises bare Exception
+        raise UserError(f"{source}: not a tokenizer that can be read ({one_line(error)})") from None
+
+
+# --- chat templates
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}...{% endgeneration %}` marks what the assistant said; here it is only its content."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja's own declaration)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    """As Hugging Face's: no HTML escapes, unlike jinja's own filter."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+@lru_cache(maxsize=8)
+def _compiled(source: str) -> jinja2.Template:
+    """Templates come with models from strangers: they run in a sandbox."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    return environment.from_string(source)

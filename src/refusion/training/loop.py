@@ -1,0 +1,221 @@
+"""The training loop: single process, exact resume, checkpoints that appear whole or not at all.
+
+A run's folder:
+    last/            a Hugging Face folder, plus trainer.pt (optimizer, float32 weights, step)
+    best/            the folder with the best validation so far
+    metrics.jsonl    one JSON object a line: steps, validations
+    recipe.json      what was run
+
+Contract: a run that was interrupted (Ctrl-C, SIGKILL) and resumed computes bit for bit what an uninterrupted one computes,
+because batches depend on (seed, step) alone and everything else is in trainer.pt.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from refusion.config import UserError
+from refusion.methods.autoregressive import AutoregressiveObjective
+from refusion.methods.base import Objective, TokenIds
+from refusion.methods.refusion.corrupt import ReFusionObjective
+from refusion.models.checkpoint import load_model, read_config, replaced_folder, save_folder
+from refusion.models.tokenizer import Tokenizer
+from refusion.models.transformer import ModelConfig, Transformer
+from refusion.training import suite
+from refusion.training.data import Batch, Batches, collate
+from refusion.training.optim import Optimizers, learning_rate
+from refusion.training.progress import Progress
+from refusion.training.recipe import ObjectiveRecipe, Recipe
+from refusion.training.step import accumulate, evaluate
+
+Decode = Callable[[Transformer, Tokenizer, int], dict[str, float]]
+
+
+def make_objective(recipe: ObjectiveRecipe, ids: TokenIds) -> Objective:
+    """The objective that a recipe names."""
+    settings = asdict(recipe)
+    if settings.pop("method") == "autoregressive":
+        return AutoregressiveObjective(settings["prompt_loss"])
+    settings.pop("prompt_loss")
+    return ReFusionObjective(ids, **settings)
+
+
+class Run:
+    """One training run: everything that a step needs, and what is saved."""
+
+    def __init__(self, recipe: Recipe, out: Path, device: str = "cpu") -> None:
+        self.recipe, self.out, self.device = recipe, out, device
+        if recipe.training.threads:
+            torch.set_num_threads(recipe.training.threads)
+        self.step, self.tokens, self.best = 0, 0, math.inf
+        self.tokenizer, self.model = self._model()
+        eos = self.tokenizer.eos_token_id
+        assert eos is not None
+        self.objective = make_objective(recipe.objective, TokenIds(self.tokenizer.mask_token_id, (eos,)))
+        cache, data = out / "data", recipe.data
+        train = suite.rows(self.tokenizer, "train", data.rows_per_family, data.seed, cache)
+        batch_size = recipe.training.batch_size
+        if len(train) < batch_size:
+            raise UserError(f"training.batch_size ({batch_size}) is larger than the data ({len(train)} rows)")
+        self.batches = Batches(
+            train, self.objective, batch_size, recipe.training.seed, infill_fraction=data.infill_fraction
+        )  # fmt: skip
+        self.validation = self._validation_batches(cache)
+        self.optimizers = Optimizers(self.model, recipe.training)
+
+    def _model(self) -> tuple[Tokenizer, Transformer]:
+        shape = self.recipe.model
+        if shape.start is not None:
+            folder = suite.model_folder(shape.start)
+            return Tokenizer.from_folder(folder), load_model(folder, self.device, "float32").train()
+        data = self.recipe.data
+        tokenizer = suite.learn_tokenizer(data.vocabulary, data.seed)
+        config = ModelConfig(
+            "qwen3", tokenizer.vocab_size, shape.hidden_size, shape.intermediate_size, shape.num_hidden_layers,
+            shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim, qk_norm=True,
+            max_position_embeddings=shape.max_position_embeddings,
+        )  # fmt: skip
+        generator = torch.Generator().manual_seed(self.recipe.training.seed)
+        return tokenizer, Transformer(config).initialize(generator).to(self.device).train()
+
+    def _validation_batches(self, cache: Path) -> list[Batch]:
+        rows = suite.rows(self.tokenizer, "validation", -(-self.recipe.validation.rows // len(suite.FAMILIES)), 0, cache)
+        size = min(64, len(rows))
+        batches = Batches(rows, self.objective, size, 12345)
+        return [collate(list(batches.rows(i)), len(self.objective.losses)) for i in range(batches.steps_per_epoch)]
+
+    def micro_batches(self) -> list[Batch]:
+        rows = list(self.batches.rows(self.step))
+        size = self.recipe.training.micro_batch_size or len(rows)
+        return [collate(rows[i : i + size], len(self.objective.losses)) for i in range(0, len(rows), size)]
+
+    def advance(self) -> dict[str, float]:
+        """One optimisation step; returns what happened. Raises `UserError` on NaN, with the batch saved."""
+        recipe = self.recipe.training
+        batches = self.micro_batches()
+        report = accumulate(self.model, batches, self.objective.losses, recipe.autocast)
+        if not math.isfinite(report["loss"]):
+            np.savez(self.out / "nan-batch.npz", tokens=batches[0].tokens, positions=batches[0].positions)
+            raise UserError(f"the loss is not finite at step {self.step}; the batch is in {self.out / 'nan-batch.npz'}")
+        lr = learning_rate(self.step, recipe)
+        report["gradient_norm"] = self.optimizers.step(lr, recipe.clip)
+        self.step += 1
+        self.tokens += sum(batch.real_tokens for batch in batches)
+        return {**report, "lr": lr}
+
+    def validate(self) -> dict[str, float]:
+        report = evaluate(self.model, self.validation, self.objective.losses, self.recipe.training.autocast)
+        self.model.train()
+        return {f"validation_{name}": value for name, value in report.items()}
+
+    # --- files ---
+
+    def save(self, name: str) -> None:
+        state = {
+            "model": self.model.state_dict(), "optimizers": self.optimizers.state_dict(), "step": self.step,
+            "tokens": self.tokens, "best": self.best,
+        }  # fmt: skip
+        with replaced_folder(self.out / name) as new:
+            save_folder(new, self.model, self.tokenizer, dtype="bfloat16")
+            if name == "last":
+                torch.save(state, new / "trainer.pt")
+
+    def resume(self) -> None:
+        path = self.out / "last" / "trainer.pt"
+        try:
+            state = torch.load(path, weights_only=True)
+            self.model.load_state_dict(state["model"])
+            self.optimizers.load_state_dict(state["optimizers"])
+        except FileNotFoundError:
+            raise UserError(f"nothing to resume: {path} does not exist") from None
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise UserError(f"{path} does not fit the recipe: {str(error).splitlines()[0]}") from None
+        self.step, self.tokens, self.best = state["step"], state["tokens"], state["best"]
+        _truncate_metrics(self.out / "metrics.jsonl", self.step)
+
+    def log(self, record: dict[str, Any]) -> None:
+        with open(self.out / "metrics.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def _truncate_metrics(path: Path, step: int) -> None:
+    """Forget what was logged after the checkpoint; it will be computed again."""
+    if path.exists():
+        lines = path.read_text(encoding="utf-8").splitlines()
+        kept = [line for line in lines if json.loads(line)["step"] <= step]
+        path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+
+
+@contextmanager
+def _interruptible() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C and SIGTERM set a flag; the loop finishes its step, saves and ends."""
+    caught: list[int] = []
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(s, lambda number, frame: caught.append(number)) for s in signals]
+    try:
+        yield lambda: bool(caught)
+    finally:
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)
+
+
+def train(recipe: Recipe, out: Path, *, resume: bool = False, device: str = "cpu", decode: Decode | None = None) -> Run:
+    """Run a recipe in folder `out`. `decode(model, tokenizer, limit)` measures accuracy by decoding, if the recipe asks for it.
+
+    Raises `UserError` when `out` holds a run already and `resume` is not set.
+    """
+    if (out / "last").exists() and not resume:
+        raise UserError(f"{out} holds a run already; continue it with --resume or choose another --out")
+    out.mkdir(parents=True, exist_ok=True)
+    run = Run(recipe, out, device)
+    if resume:
+        run.resume()
+    (out / "recipe.json").write_text(json.dumps(asdict(recipe), indent=1) + "\n", encoding="utf-8")
+    settings = recipe.training
+    progress = Progress(recipe.name or out.name, settings.max_steps, run.step)
+    with _interruptible() as interrupted:
+        began, tokens = time.monotonic(), run.tokens
+        while run.step < settings.max_steps:
+            report = run.advance()
+            done = run.step == settings.max_steps
+            if run.step % settings.log_every == 0 or done:
+                speed = (run.tokens - tokens) / (time.monotonic() - began)
+                began, tokens = time.monotonic(), run.tokens
+                run.log({"step": run.step, **report, "tokens": run.tokens, "tokens_per_second": round(speed, 1)})
+                progress.update(run.step, f"loss {report['loss']:.3f}  {speed:,.0f} tokens/s")
+            stop = interrupted()
+            _measure(run, decode, done)
+            if run.step % settings.save_every == 0 or done or stop:
+                run.save("last")
+            if stop:
+                break
+    progress.close()
+    return run
+
+
+def _measure(run: Run, decode: Decode | None, done: bool) -> None:
+    """Validation when it is due: both losses, and decoding accuracy with tokens per forward."""
+    plan, record = run.recipe.validation, {}
+    if plan.every and (run.step % plan.every == 0 or done):
+        record = run.validate()
+    if decode is not None and plan.decode_every and (run.step % plan.decode_every == 0 or done):
+        record |= decode(run.model.eval(), run.tokenizer, plan.decode_limit)
+        run.model.train()
+    if not record:
+        return
+    run.log({"step": run.step, **record})
+    loss = sum(value for name, value in record.items() if name.startswith("validation_loss"))
+    if loss and loss < run.best:
+        run.best = loss
+        run.save("best")

@@ -1,0 +1,174 @@
+"""A recipe: one TOML file that says everything about a training run.
+
+Contract: `load` turns a file (and overrides) into a `Recipe` of frozen dataclasses. A missing or misspelt key is a `UserError`
+that names the file, the key and the nearest known one.
+"""
+
+from __future__ import annotations
+
+import tomllib
+import types
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from refusion.config import UserError, nearest
+
+
+@dataclass(frozen=True)
+class DataRecipe:
+    """What is trained on."""
+
+    suite: str = "nano"  # the procedural suite
+    rows_per_family: int = 50_000
+    seed: int = 0
+    infill_fraction: float = 0.0  # rows with text after the gap
+    vocabulary: int = 1024  # size of the byte-level BPE, when it is learnt
+
+
+@dataclass(frozen=True)
+class ModelRecipe:
+    """Either a folder to continue from (`start`), or the shape of a fresh Qwen3."""
+
+    start: str | None = None
+    hidden_size: int = 256
+    intermediate_size: int = 704
+    num_hidden_layers: int = 6
+    num_attention_heads: int = 8
+    num_key_value_heads: int = 4
+    head_dim: int = 32
+    max_position_embeddings: int = 512
+
+
+@dataclass(frozen=True)
+class ObjectiveRecipe:
+    """How rows are corrupted; see `ReFusionObjective` and `AutoregressiveObjective`."""
+
+    method: str  # "refusion" or "autoregressive"
+    prompt_loss: bool = False
+    slot_sizes: tuple[int, ...] = (4, 8, 16, 32)
+    slot_weights: tuple[float, ...] | None = None
+    corruption: str = "count"
+    normalisation: str = "targets"
+    mdm_scale: float = 1.0
+    autoregressive_fraction: float = 0.0
+    partial_slot_fraction: float = 0.0
+    eos_fill: bool = False
+
+
+@dataclass(frozen=True)
+class TrainingRecipe:
+    """The loop."""
+
+    max_steps: int
+    batch_size: int = 32  # sequences in the global batch
+    micro_batch_size: int | None = None  # sequences in one forward; default: the whole batch
+    seed: int = 0
+    optimizer: str = "adamw"  # "adamw" or "muon" (matrices by Muon, the rest by AdamW)
+    lr: float = 2e-3
+    min_lr_ratio: float = 0.0
+    warmup_steps: int = 100
+    schedule: str = "wsd"  # "wsd": warm-up, stable, linear decay; "cosine"
+    decay_fraction: float = 0.2  # of max_steps, for wsd
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.98
+    clip: float = 1.0
+    autocast: bool = True  # bf16
+    save_every: int = 500
+    log_every: int = 20
+    threads: int | None = None
+
+
+@dataclass(frozen=True)
+class ValidationRecipe:
+    """What is measured on the way."""
+
+    every: int = 500  # losses
+    rows: int = 256
+    decode_every: int = 0  # accuracy and tokens per forward; 0 = never
+    decode_limit: int = 12  # items of each family
+
+
+@dataclass(frozen=True)
+class Recipe:
+    objective: ObjectiveRecipe
+    training: TrainingRecipe
+    data: DataRecipe = field(default_factory=DataRecipe)
+    model: ModelRecipe = field(default_factory=ModelRecipe)
+    validation: ValidationRecipe = field(default_factory=ValidationRecipe)
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        _one_of("objective.method", self.objective.method, ("refusion", "autoregressive"))
+        _one_of("training.optimizer", self.training.optimizer, ("adamw", "muon"))
+        _one_of("training.schedule", self.training.schedule, ("wsd", "cosine"))
+        _one_of("data.suite", self.data.suite, ("nano",))
+        for name in ("max_steps", "batch_size", "save_every", "log_every"):
+            if getattr(self.training, name) < 1:
+                raise UserError(f"training.{name} must be at least 1, got {getattr(self.training, name)}")
+        if self.training.lr <= 0:
+            raise UserError(f"training.lr must be greater than 0, got {self.training.lr}")
+        if not 0 <= self.data.infill_fraction <= 1:
+            raise UserError(f"data.infill_fraction must be between 0 and 1, got {self.data.infill_fraction}")
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise UserError(f"{name} must be one of {', '.join(known)}, got {value!r}{nearest(value, known)}")
+
+
+def load(path: Path, overrides: Mapping[str, str] | None = None) -> Recipe:
+    """Read a recipe. `overrides`: dotted keys such as "training.max_steps" and their values as TOML text."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"no such recipe: {path}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise UserError(f"{path}: {error}") from None
+    for key, text in (overrides or {}).items():
+        _override(table, key.replace("-", "_"), text)
+    recipe: Recipe = _build(Recipe, table, str(path), "")
+    return recipe
+
+
+def _override(table: dict[str, Any], key: str, text: str) -> None:
+    *sections, last = key.split(".")
+    for section in sections:
+        table = table.setdefault(section, {})
+    try:
+        table[last] = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        table[last] = text
+
+
+def _build(kind: Any, table: Any, source: str, prefix: str) -> Any:
+    if not isinstance(table, dict):
+        raise UserError(f"{source}: {prefix.rstrip('.')} must be a table, got {table!r}")
+    known = {f.name: f for f in fields(kind)}
+    hints = get_type_hints(kind)
+    for key in table:
+        if key not in known:
+            raise UserError(f"{source}: unknown key {prefix + key!r}{nearest(key, known)}")
+    for name, entry in known.items():
+        if name not in table and entry.default is MISSING and entry.default_factory is MISSING:
+            raise UserError(f"{source}: missing key {prefix + name!r}")
+    values = {key: _convert(hints[key], value, source, prefix + key) for key, value in table.items()}
+    return kind(**values)
+
+
+def _convert(hint: Any, value: Any, source: str, key: str) -> Any:
+    if is_dataclass(hint):
+        return _build(hint, value, source, key + ".")
+    if get_origin(hint) in (Union, types.UnionType):
+        hint = next(option for option in get_args(hint) if option is not type(None))
+    if get_origin(hint) is tuple:
+        if not isinstance(value, list):
+            raise UserError(f"{source}: {key} must be a list, got {value!r}")
+        return tuple(_convert(get_args(hint)[0], entry, source, key) for entry in value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        raise UserError(f"{source}: {key} must be {hint.__name__}, got {value!r}")
+    return value

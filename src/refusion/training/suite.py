@@ -1,0 +1,55 @@
+"""The procedural suite as training data: its tokenizer and its rows, made once and kept in the run's folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+
+from refusion.evaluation import procedural
+from refusion.evaluation.procedural import FAMILIES, Item
+from refusion.models.checkpoint import resolve_folder
+from refusion.models.tokenizer import Tokenizer
+from refusion.training import vocabulary
+from refusion.training.data import RowStore, cached_store
+
+__all__ = ["FAMILIES", "learn_tokenizer", "model_folder", "rows"]
+
+VERSION = 1  # of the generators; a change of the tasks must change it, so that no stale rows are read
+
+
+def model_folder(name: str) -> Path:
+    """Folder of a model by the name of one that comes with the package, or by path."""
+    packaged = Path(__file__).parent.parent / "weights" / name
+    return packaged if packaged.is_dir() else resolve_folder(name)
+
+
+def learn_tokenizer(size: int, seed: int, per_family: int = 10_000) -> Tokenizer:
+    """A vocabulary learnt on the training split only."""
+    items = chain.from_iterable(procedural.take(family, "train", per_family, seed) for family in FAMILIES)
+    texts = chain.from_iterable((item.prompt, item.answer) for item in items)
+    roles = ["user\n", "assistant\n", "system\n"] * 200  # so that the template's words are tokens
+    return Tokenizer.from_tokenizers(
+        vocabulary.learn(chain(texts, roles), size), chat_template=vocabulary.CHATML, mask_token=vocabulary.MASK,
+        eos_token=vocabulary.END, pad_token=vocabulary.PAD, bos_token=None,
+    )  # fmt: skip
+
+
+def encode(tokenizer: Tokenizer, item: Item) -> tuple[list[int], list[int]]:
+    """Prompt in the chat template, and answer with end-of-sequence."""
+    assert tokenizer.eos_token_id is not None
+    prompt = tokenizer.encode_chat([{"role": "user", "content": item.prompt}])
+    return prompt, [*tokenizer.encode(item.answer), tokenizer.eos_token_id]
+
+
+def rows(tokenizer: Tokenizer, split: str, per_family: int, seed: int, cache: Path) -> RowStore:
+    """`per_family` rows of every family, from `cache` if they were made before."""
+
+    def encoded() -> Iterator[tuple[list[int], list[int]]]:
+        for family in FAMILIES:
+            for item in procedural.take(family, split, per_family, seed):
+                yield encode(tokenizer, item)
+
+    sample = tokenizer.encode("the quick brown fox 0123 def f(xs): return")
+    fingerprint = [VERSION, split, per_family, seed, tokenizer.vocab_size, sample, tokenizer.chat_template]
+    return cached_store(cache / f"{split}.npz", fingerprint, lambda: RowStore.build(encoded()))
