@@ -7,17 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 
-import oracle
 import pytest
 import torch
-from scripted import Driven, HashModel, Model, Script, Told, ToldModel, answered, drive, recomputed
 from torch import Tensor
 
+import oracle
 from refusion.config import DecodeConfig
 from refusion.events import Committed, Finished
 from refusion.methods.base import Answer, Forward, TokenIds
 from refusion.methods.refusion.decode import decode
 from refusion.models.transformer import ModelConfig, Transformer
+from scripted import Driven, HashModel, Model, Script, Told, ToldModel, answered, drive, recomputed
 
 MASK, EOS = 0, 1
 NEAR = 1e-5

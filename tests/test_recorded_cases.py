@@ -8,12 +8,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import oracle
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+import oracle
 import refusion
 from refusion.config import DecodeConfig
 from refusion.models.transformer import ModelConfig, Transformer
