@@ -28,7 +28,9 @@ def transformer(shape: str, packed: bool = True) -> Transformer:
     return model
 
 
-def answers(model: Transformer, context: list[int], tokens: list[int], asked: int) -> tuple[list[float], tuple[int, ...]]:
+def answers(
+    model: Transformer, context: list[int], tokens: list[int], asked: int
+) -> tuple[list[float], tuple[int, ...]]:
     """Probabilities at the first `asked` rows of a second forward, after a cached context."""
     vocab = model.config.vocab_size
     runner = Runner(model, barred_ids(vocab, range(vocab), 0), 16)

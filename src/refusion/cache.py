@@ -7,7 +7,8 @@ Worked example: 5 columns are kept, a forward brings 4 rows:
     keep 2, 3           -> length 7      columns 7, 8 move to 5, 6
     keep nothing        -> length 5
 
-Legend: L layers, G key/value heads, C capacity, E head size. Knows no model: keys come rotated, in any order of positions.
+Legend: L layers, G key/value heads, C capacity, E head size. Knows no model: keys come rotated, in any order of
+positions.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-
 ALIGNMENT = 64  # columns handed to attention are a multiple of this; see `KeyValueCache.update`
 
 
@@ -25,7 +25,13 @@ class KeyValueCache:
     """Keys and values [L, 2, G, C, E] of one request; grows when it is full."""
 
     def __init__(
-        self, layers: int, heads: int, head_dim: int, capacity: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+        self,
+        layers: int,
+        heads: int,
+        head_dim: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
     ) -> None:
         self.length = 0  # columns that are kept
         self._rows = 0  # columns that the running or last forward wrote after them
@@ -55,10 +61,11 @@ class KeyValueCache:
             self._data = grown
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write one layer's new rows, [1, G, T, E] each; returns keys and values [1, G, S, E] with S = aligned(length + T).
+        """Write one layer's new rows, [1, G, T, E] each; returns keys and values [1, G, S, E] with S = aligned(length
+        + T).
 
-        The columns after length + T are nobody's and must be masked. With the number of columns aligned, a row's result is
-        the same bits whatever stands behind it (tests/test_prepack.py).
+        The columns after length + T are nobody's and must be masked. With the number of columns aligned, a row's
+        result is the same bits whatever stands behind it (tests/test_prepack.py).
         """
         end = self.length + k.shape[2]
         assert k.shape[2] == self._rows, "reserve() first"

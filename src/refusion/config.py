@@ -23,6 +23,16 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {match[0]!r}?" if match else ""
 
 
+def _strings(stop: Any) -> tuple[str, ...]:
+    """One stop string or several, as a tuple."""
+    strings = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, (list, tuple)) else (None,)
+    if not all(isinstance(string, str) for string in strings):
+        raise UserError(f"stop must be a string or a list of strings, got {stop!r}")
+    if "" in strings:
+        raise UserError("stop must not contain an empty string")
+    return strings
+
+
 C = TypeVar("C", bound="GenerationConfig")
 
 
@@ -43,14 +53,8 @@ class GenerationConfig:
     }  # fmt: skip
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        elif self.stop is not None:
-            object.__setattr__(self, "stop", tuple(self.stop))
-            if not all(isinstance(s, str) for s in self.stop or ()):
-                raise UserError("stop must be a string or a list of strings")
-        if self.stop is not None and "" in self.stop:
-            raise UserError("stop must not contain an empty string")
+        if self.stop is not None:
+            object.__setattr__(self, "stop", _strings(self.stop))
         self._at_least("max_new_tokens", 1, int)
         self._at_least("temperature", 0, float)
         self._at_least("top_k", 0, int)

@@ -77,7 +77,9 @@ class Result:
 
 def packaged_models() -> list[str]:
     """Names of the models that come with the package."""
-    return sorted(path.name for path in WEIGHTS.iterdir() if (path / "config.json").exists()) if WEIGHTS.is_dir() else []
+    return (
+        sorted(path.name for path in WEIGHTS.iterdir() if (path / "config.json").exists()) if WEIGHTS.is_dir() else []
+    )
 
 
 def load(model: str | Path, device: str | None = None, dtype: str | torch.dtype | None = None) -> Model:
@@ -109,7 +111,9 @@ class Model:
         self.name, self.transformer, self.tokenizer, self.folder = name, transformer, tokenizer, folder
         self.ids = TokenIds(folder.mask_token_id, folder.eos_token_ids)
         vocab_size = transformer.config.vocab_size
-        self._barred = barred_ids(vocab_size, tokenizer.token_ids(), self.ids.mask).to(transformer.lm_head.weight.device)
+        self._barred = barred_ids(vocab_size, tokenizer.token_ids(), self.ids.mask).to(
+            transformer.lm_head.weight.device
+        )
 
     @property
     def has_mask(self) -> bool:
@@ -124,8 +128,8 @@ class Model:
         """Write a response; for a list of prompts, a list of responses.
 
         prompt: text (one user turn if the model has a chat template), a list of {"role", "content"}, or token ids,
-        taken verbatim; a list of these is several prompts. raw: no chat template. config: settings; unset ones come from the
-        model's generation_config.json. Raises `UserError` for what cannot be done.
+        taken verbatim; a list of these is several prompts. raw: no chat template. config: settings; unset ones come
+        from the model's generation_config.json. Raises `UserError` for what cannot be done.
         """
         if _several(prompt):
             return [self.generate(one, config, raw) for one in prompt]
@@ -179,7 +183,9 @@ class Model:
         if isinstance(token, bool) or not isinstance(token, int):
             raise UserError(f"prompt must be text, messages or token ids, got {token!r}")
         if not 0 <= token < self.transformer.config.vocab_size:
-            raise UserError(f"prompt has token id {token}, outside the vocabulary of {self.transformer.config.vocab_size}")
+            raise UserError(
+                f"prompt has token id {token}, outside the vocabulary of {self.transformer.config.vocab_size}"
+            )
         return token
 
     def _fitted(self, settings: Config, given: Config | None, prompt_tokens: int) -> Config:
@@ -248,7 +254,7 @@ def _several(prompt: Any) -> bool:
     return isinstance(first, str) or (isinstance(first, Sequence) and not isinstance(first, Mapping))
 
 
-def _message(message: Mapping[str, str]) -> dict[str, str]:
+def _message(message: Any) -> dict[str, str]:
     if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
         raise UserError(f"prompt message must have 'role' and 'content', got {message!r}")
     return dict(message)

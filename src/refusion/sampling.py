@@ -1,7 +1,7 @@
 """Chance: counter-based uniform numbers, and draws from shaped distributions (METHOD 4.1).
 
-Contract: a draw depends on its probabilities, the shaping and one uniform number, which depends on seed, round, turn and
-position alone. So the same seed gives the same text alone, in a batch, and with fused forwards. Knows no model.
+Contract: a draw depends on its probabilities, the shaping and one uniform number, which depends on seed, round, turn
+and position alone. So the same seed gives the same text alone, in a batch, and with fused forwards. Knows no model.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def uniform(seed: int, round: int, turn: int, position: int) -> float:
 def draw_rows(probabilities: Tensor, shaping: Shaping, uniforms: Tensor) -> Tensor:
     """One token for each row by inversion of the shaped distribution: int64 [R].
 
-    probabilities: float32 [R, V], barred ids set to 0 (rows need not sum to 1). uniforms: [R] in [0, 1). Shaping in the usual
-    order: temperature, then top-k, then top-p; of equals the lowest id comes first.
+    probabilities: float32 [R, V], barred ids set to 0 (rows need not sum to 1). uniforms: [R] in [0, 1). Shaping in
+    the usual order: temperature, then top-k, then top-p; of equals the lowest id comes first.
     """
     import torch
 

@@ -1,7 +1,7 @@
 """Accuracy and tokens per forward of a model on the nano suite.
 
-Contract: one setting for all families; every answer is judged by its task's own checker; tokens per forward is all tokens over
-all forwards, never a mean of ratios.
+Contract: one setting for all families; every answer is judged by its task's own checker; tokens per forward is all
+tokens over all forwards, never a mean of ratios.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from refusion.config import AutoregressiveConfig, DecodeConfig, UserError, nearest
@@ -57,7 +58,7 @@ def out_of_order(events: tuple[Event, ...], tokens: int) -> bool:
         position: event.round for event in events if isinstance(event, Committed) for position in event.positions
     }  # fmt: skip
     rounds = [written[position] for position in range(tokens) if position in written]
-    return any(later < earlier for earlier, later in zip(rounds, rounds[1:], strict=False))
+    return any(later < earlier for earlier, later in pairwise(rounds))
 
 
 def evaluate(
@@ -95,9 +96,11 @@ def _report(
         "model": model.name, "suite": suite, "split": split,
         "method": "refusion" if isinstance(settings, DecodeConfig) else "autoregressive",
         "families": {
-            name: {"accuracy": t.accuracy, "tokens_per_forward": t.tokens_per_forward, "n": t.n} for name, t in tallies.items()
+            name: {"accuracy": tally.accuracy, "tokens_per_forward": tally.tokens_per_forward, "n": tally.n}
+            for name, tally in tallies.items()
         },
-        "accuracy": whole.accuracy, "stderr": math.sqrt(whole.accuracy * (1 - whole.accuracy) / max(1, whole.n)), "n": whole.n,
+        "accuracy": whole.accuracy,
+        "stderr": math.sqrt(whole.accuracy * (1 - whole.accuracy) / max(1, whole.n)), "n": whole.n,
         "tokens_per_forward": whole.tokens_per_forward, "tokens_per_second": whole.tokens / max(1e-9, whole.seconds),
         "settings": settings.to_dict(),
     }  # fmt: skip

@@ -103,20 +103,42 @@ def _steps(tree: Tree, steps: list[str]) -> int:
     return value
 
 
-def _equations_hold(text: str) -> bool:
-    """Whether every `a+b=c` in a text is true."""
-    return all(
-        _apply(op, int(a), int(b)) == int(c) for a, op, b, c in re.findall(r"(\d+)([+*-])(\d+)=(-?\d+)(?!\d)", text)
-    )
+NUMBER = "(0|[1-9][0-9]{0,8})"
+STEP = re.compile(rf"([^=]*: )?{NUMBER}([+*-]){NUMBER}=(-?{NUMBER})")
+
+
+def _follows(lines: list[str], known: set[int]) -> list[int] | None:
+    """Results of the equations in worked lines; None when a line is not in order.
+
+    A line has one equation `a+b=c`, true, at its end, or none. Whatever number it states is one that is `known`, or the
+    result of an equation above it.
+    """
+    known, results = set(known), []
+    for line in lines:
+        step = STEP.fullmatch(line)
+        if step is None and (not line or "=" in line or "#" in line):
+            return None
+        stated = (step[1] or "") + f" {step[2]} {step[4]}" if step else line
+        if not known.issuperset(map(int, re.findall(r"\d{1,9}", stated))):
+            return None
+        if step:
+            results.append(int(step[5]))
+            known.add(results[-1])
+            if _apply(step[3], int(step[2]), int(step[4])) != results[-1]:
+                return None
+    return results
 
 
 def _check_worked(item: Item, text: str) -> bool:
-    """The right number after `####`, once, at the end, below as many equations as there are steps, all true."""
-    end = re.search(r"\A(.*)^#### (-?\d+)\s*\Z", text, re.S | re.M)
-    if end is None or "####" in end[1]:
+    """`#### ` and the right number at the end, below as many equations as there are steps, all true, the last one with this
+    result. They start from the question's numbers (2 and 3 stand for words such as twice), and there is no line more than needed.
+    """
+    *lines, end = text.strip().split("\n")
+    results = _follows([line.strip() for line in lines], {2, 3, *map(int, re.findall(r"[0-9]+", item.prompt))})
+    steps, result = item.facts["steps"], item.facts["result"]
+    if not results or end.strip() != f"#### {result}" or results[-1] != result:
         return False
-    enough = len(re.findall(r"\d=\d", end[1])) >= item.facts["steps"]
-    return int(end[2]) == item.facts["result"] and enough and _equations_hold(end[1])
+    return len(results) >= steps and len(lines) <= item.answer.count("\n")
 
 
 def _worked(family: str, prompt: str, lines: list[str], result: int) -> Item:
@@ -397,7 +419,7 @@ def _check_record(item: Item, text: str) -> bool:
     """One JSON object with the same keys in the same order and the same values of the same types."""
     try:
         pairs = json.loads(text, object_pairs_hook=tuple)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     expected = tuple(item.facts["record"].items())
     return bool(pairs == expected) and [type(v) for _, v in pairs] == [type(v) for _, v in expected]
@@ -496,16 +518,21 @@ def _code(rng: random.Random, split: str) -> Item | None:
 
 
 def _check_code(item: Item, text: str) -> bool:
-    """Runs the answer on lists and compares with the composition itself."""
+    """Runs the answer on lists and compares with the composition itself: the same values of the same types.
+
+    Single numbers show every threshold and constant; long lists show what is taken, dropped and put in order.
+    """
     rng = random.Random(item.prompt)
-    inputs = [[rng.randint(0, 20) for _ in range(size)] for size in (0, 1, 3, 6, 9, 12, 15)]
+    inputs = [[], *([number] for number in range(-9, 61))]
+    inputs += [[rng.randint(-9, top) for _ in range(size)] for size in (2, 3, 4, 6, 9, 12, 15, 30, 60, 110) for top in (20, 60)]
     expected = []
     for values in inputs:
         current: Any = list(values)
         for name, n in zip(item.facts["names"], item.facts["numbers"], strict=True):
             current = (PRIMITIVES | ENDS)[name][2](current, n)
         expected.append(current)
-    return run_function(text, "f", [[values] for values in inputs]) == expected
+    results = run_function(text, "f", [[values] for values in inputs])
+    return results is not None and json.dumps(results) == json.dumps(expected)  # as text: 1, 1.0 and true differ
 
 
 # --- pairs ------------------------------------------------------------------------------------------------------

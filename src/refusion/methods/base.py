@@ -1,14 +1,14 @@
 """The common shape of every method: a decoder, and an objective.
 
 A **decoder** is a generator that knows no model, no batch and no server. It yields `Forward` requests and is sent
-an `Answer` for each; in between it yields `Event`s and is sent None. Whoever drives it (one prompt, an engine with many, or a
-test with scripted answers) owns the cache and counts the calls.
+an `Answer` for each; in between it yields `Event`s and is sent None. Whoever drives it (one prompt, an engine with
+many, or a test with scripted answers) owns the cache and counts the calls.
 
     rows that one forward sees        cache columns, and earlier rows of the same segment of the same forward
     rows that stay in the cache       those named by `keep` of the *next* forward; all others are forgotten
 
-An **objective** turns one `Example` into a `TrainingRow`, in the data pipeline, seeded, without a model. The trainer sums its
-losses over the global batch; it knows no method.
+An **objective** turns one `Example` into a `TrainingRow`, in the data pipeline, seeded, without a model. The trainer
+sums its losses over the global batch; it knows no method.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ class Shaping:
 class Forward:
     """One model call for one request. Row i is token `tokens[i]` at absolute position `positions[i]`.
 
-    A row sees the whole cache and the rows 0..i of its own segment. `drafts` are rows whose output draws a token, `uniforms`
-    the numbers in [0, 1) that decide a draw (empty: greedy); `checks` are (row, token) pairs whose probability is asked for.
-    `keep` names the rows of the *previous* forward that become cache columns before this one runs.
+    A row sees the whole cache and the rows 0..i of its own segment. `drafts` are rows whose output draws a token,
+    `uniforms` the numbers in [0, 1) that decide a draw (empty: greedy); `checks` are (row, token) pairs whose
+    probability is asked for. `keep` names the rows of the *previous* forward that become cache columns before this
+    one runs.
     """
 
     tokens: tuple[int, ...]
@@ -76,8 +77,9 @@ class TokenIds:
 class Example:
     """What is known and what is to be written. All positions are absolute, in the place in the text.
 
-    A question has `context` = prompt at 0..P-1 and its answer (end-of-sequence included) at P. An infilling row has the text
-    before *and after* a gap as context; `room` is then the number of positions in the gap, and the answer may be shorter.
+    A question has `context` = prompt at 0..P-1 and its answer (end-of-sequence included) at P. An infilling row has
+    the text before *and after* a gap as context; `room` is then the number of positions in the gap, and the answer
+    may be shorter.
     """
 
     context: NDArray[np.int64]
@@ -91,8 +93,9 @@ class Example:
 class TrainingRow:
     """One row as the model sees it: causal attention over the order in which tokens stand, any positions.
 
-    All arrays have one entry per token. `targets` is the token asked for at this row, or -1; `losses` the index of the loss (in
-    `Objective.losses`) that it belongs to; `weights` multiplies its cross-entropy before the loss is normalised.
+    All arrays have one entry per token. `targets` is the token asked for at this row, or -1; `losses` the index of
+    the loss (in `Objective.losses`) that it belongs to; `weights` multiplies its cross-entropy before the loss is
+    normalised.
     """
 
     tokens: NDArray[np.int64]
@@ -104,9 +107,9 @@ class TrainingRow:
 
 @dataclass(frozen=True)
 class Loss:
-    """A part of the objective: `scale` times the weighted sum of cross-entropies, divided by how many targets ("targets") or
-    rows ("rows") the *global* batch holds, so that accumulation and data parallelism change nothing. Never NaN: nothing to
-    count means zero."""
+    """A part of the objective: `scale` times the weighted sum of cross-entropies, divided by how many targets
+    ("targets") or rows ("rows") the *global* batch holds, so that accumulation and data parallelism change nothing.
+    Never NaN: nothing to count means zero."""
 
     name: str
     scale: float = 1.0

@@ -32,8 +32,9 @@ class RowBuilder:
         for loss, weight in weights.items():
             per_token[losses == loss] = weight
         return TrainingRow(
-            np.concatenate(self._tokens), np.concatenate(self._positions), np.concatenate(self._targets), losses, per_token
-        )
+            np.concatenate(self._tokens), np.concatenate(self._positions), np.concatenate(self._targets),
+            losses, per_token,
+        )  # fmt: skip
 
 
 def next_token_row(example: Example, loss: int, prompt_loss: bool = False) -> TrainingRow:

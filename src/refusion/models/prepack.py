@@ -1,5 +1,5 @@
-"""Linear layers with weights in oneDNN's blocked layout: faster on a CPU, and a row's result does not depend on how many
-rows stand beside it (tests/test_prepack.py shows both layouts).
+"""Linear layers with weights in oneDNN's blocked layout: faster on a CPU, and a row's result does not depend on how
+many rows stand beside it (tests/test_prepack.py shows both layouts).
 
 Contract: `prepack` is applied to a model from outside, for inference only: the plain weights are given up.
 """
@@ -35,8 +35,9 @@ def can_prepack(model: nn.Module) -> bool:
     parameter = next(model.parameters())
     if parameter.device.type != "cpu" or parameter.dtype not in (torch.float32, torch.bfloat16):
         return False
-    available = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    return available and (parameter.dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # type: ignore[no-untyped-call]
+        return False
+    return parameter.dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 @torch.no_grad()

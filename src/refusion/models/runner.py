@@ -16,8 +16,8 @@ from refusion.methods.base import Answer, Forward
 from refusion.models.transformer import Transformer
 from refusion.sampling import draw_rows
 
-# Kernels take other paths for the last 1-3 rows. With rows in fours, a row gives the same float32 bits however many rows
-# stand beside it (tests/test_prepack.py); it costs nothing that could be measured.
+# Kernels take other paths for the last 1-3 rows. With rows in fours, a row gives the same float32 bits however many
+# rows stand beside it (tests/test_prepack.py); it costs nothing that could be measured.
 ROW_MULTIPLE = 4
 
 
@@ -33,8 +33,8 @@ def barred_ids(vocab_size: int, token_ids: Iterable[int], mask: int | None) -> T
 def visibility(segments: Sequence[int], cached: int, rows: int, columns: int, device: torch.device) -> Tensor:
     """Bool [1, 1, rows, columns]: every row sees the cache and the rows up to itself of its own segment.
 
-    rows, columns: at least len(segments) and cached + rows; what is too much is padding, which nobody sees (a padding row
-    sees itself, so that its softmax is a number).
+    rows, columns: at least len(segments) and cached + rows; what is too much is padding, which nobody sees (a padding
+    row sees itself, so that its softmax is a number).
 
     >>> visibility((0, 0, 1), 1, 3, 4, torch.device("cpu"))[0, 0].int().tolist()
     [[1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]]

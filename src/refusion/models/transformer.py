@@ -86,9 +86,9 @@ FEW_ROWS = 512  # up to here `attend` is used on a CPU; above, its scores take t
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """Attention written out, for few rows on a CPU. q: [B, H, T, E]; k, v: [B, G, S, E]; mask: bool [B or 1, 1, T, S].
 
-    Two reasons not to use the fused kernel there: its backward pass is slow at 100-200 rows (1.3 times the whole step), and
-    its sums depend on the number of columns. Here the columns are summed in chunks of fixed size, so masked ones at the end add
-    exact zeros and change no bit of a row.
+    Two reasons not to use the fused kernel there: its backward pass is slow at 100-200 rows (1.3 times the whole
+    step), and its sums depend on the number of columns. Here the columns are summed in chunks of fixed size, so
+    masked ones at the end add exact zeros and change no bit of a row.
     """
     batch, heads, rows, size = q.shape
     groups, columns = k.shape[1], k.shape[2]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,14 +42,16 @@ class RowStore:
 
     @staticmethod
     def build(pairs: Iterable[tuple[list[int], list[int]]]) -> RowStore:
-        flat: list[int] = []
-        bounds: list[tuple[int, int, int]] = []
+        """Rows from pairs of prompt and answer ids. Flat arrays from the start: a list of Python's integers of millions of
+        tokens takes gigabytes."""
+        flat, bounds = array("I"), array("q")
         for prompt, answer in pairs:
+            assert answer, "an answer has at least its end-of-sequence"
             start = len(flat)
-            flat += prompt
+            flat.extend(prompt)
             middle = len(flat)
-            flat += answer
-            bounds.append((start, middle, len(flat)))
+            flat.extend(answer)
+            bounds.extend((start, middle, len(flat)))
         return RowStore(np.array(flat, dtype=np.uint32), np.array(bounds, dtype=np.int64).reshape(-1, 3))
 
     def save(self, path: Path) -> None:

@@ -7,18 +7,22 @@ A run's folder:
     recipe.json      what was run
 
 Contract: a run that was interrupted (Ctrl-C, SIGKILL) and resumed computes bit for bit what an uninterrupted one computes,
-because batches depend on (seed, step) alone and everything else is in trainer.pt.
+because batches depend on (seed, step) alone and everything else is in trainer.pt. Resuming reads the tokenizer and the shape
+from `last`, so it does not matter what has become of the folder that a run started from.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import pickle
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +56,14 @@ def make_objective(recipe: ObjectiveRecipe, ids: TokenIds) -> Objective:
 
 
 class Run:
-    """One training run: everything that a step needs, and what is saved."""
+    """One training run: everything that a step needs, and what is saved. With `resume`, as it was when it was last saved."""
 
-    def __init__(self, recipe: Recipe, out: Path, device: str = "cpu") -> None:
+    def __init__(self, recipe: Recipe, out: Path, device: str = "cpu", *, resume: bool = False) -> None:
         self.recipe, self.out, self.device = recipe, out, device
         if recipe.training.threads:
             torch.set_num_threads(recipe.training.threads)
         self.step, self.tokens, self.best = 0, 0, math.inf
-        self.tokenizer, self.model = self._model()
+        self.tokenizer, self.model = self._saved_model() if resume else self._model()
         eos = self.tokenizer.eos_token_id
         assert eos is not None
         self.objective = make_objective(recipe.objective, TokenIds(self.tokenizer.mask_token_id, (eos,)))
@@ -73,6 +77,8 @@ class Run:
         )  # fmt: skip
         self.validation = self._validation_batches(cache)
         self.optimizers = Optimizers(self.model, recipe.training)
+        if resume:
+            self._restore()
 
     def _model(self) -> tuple[Tokenizer, Transformer]:
         shape = self.recipe.model
@@ -80,7 +86,7 @@ class Run:
             folder = suite.model_folder(shape.start)
             return Tokenizer.from_folder(folder), load_model(folder, self.device, "float32").train()
         data = self.recipe.data
-        tokenizer = suite.learn_tokenizer(data.vocabulary, data.seed)
+        tokenizer = suite.learn_tokenizer(data.vocabulary, data.seed, min(10_000, data.rows_per_family))
         config = ModelConfig(
             "qwen3", tokenizer.vocab_size, shape.hidden_size, shape.intermediate_size, shape.num_hidden_layers,
             shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim, qk_norm=True,
@@ -88,6 +94,18 @@ class Run:
         )  # fmt: skip
         generator = torch.Generator().manual_seed(self.recipe.training.seed)
         return tokenizer, Transformer(config).initialize(generator).to(self.device).train()
+
+    def _saved_model(self) -> tuple[Tokenizer, Transformer]:
+        """Tokenizer and model of `last`; the weights there are rounded, the exact ones follow from trainer.pt."""
+        last, recipe = self.out / "last", self.recipe.model
+        shape = read_config(last).model
+        for name in (f.name for f in fields(recipe) if f.name != "start" and recipe.start is None):
+            if getattr(shape, name) != getattr(recipe, name):
+                raise UserError(
+                    f"{last} does not fit the recipe: model.{name} is {getattr(shape, name)} there "
+                    f"and {getattr(recipe, name)} in the recipe"
+                )
+        return Tokenizer.from_folder(last), load_model(last, self.device, "float32").train()
 
     def _validation_batches(self, cache: Path) -> list[Batch]:
         rows = suite.rows(self.tokenizer, "validation", -(-self.recipe.validation.rows // len(suite.FAMILIES)), 0, cache)
@@ -106,13 +124,20 @@ class Run:
         batches = self.micro_batches()
         report = accumulate(self.model, batches, self.objective.losses, recipe.autocast)
         if not math.isfinite(report["loss"]):
-            np.savez(self.out / "nan-batch.npz", tokens=batches[0].tokens, positions=batches[0].positions)
-            raise UserError(f"the loss is not finite at step {self.step}; the batch is in {self.out / 'nan-batch.npz'}")
+            raise self._not_finite("loss")
         lr = learning_rate(self.step, recipe)
         report["gradient_norm"] = self.optimizers.step(lr, recipe.clip)
+        if not math.isfinite(report["gradient_norm"]):
+            raise self._not_finite("gradient")
         self.step += 1
         self.tokens += sum(batch.real_tokens for batch in batches)
         return {**report, "lr": lr}
+
+    def _not_finite(self, what: str) -> UserError:
+        """Save the global batch of this step, so that it can be looked at, and say where."""
+        path, batch = self.out / "nan-batch.npz", self.batches.batch(self.step)
+        np.savez(path, **{f.name: np.asarray(getattr(batch, f.name)) for f in fields(batch)}, step=self.step)
+        return UserError(f"the {what} is not finite at step {self.step}; its batch is in {path}")
 
     def validate(self) -> dict[str, float]:
         report = evaluate(self.model, self.validation, self.objective.losses, self.recipe.training.autocast)
@@ -131,17 +156,18 @@ class Run:
             if name == "last":
                 torch.save(state, new / "trainer.pt")
 
-    def resume(self) -> None:
+    def _restore(self) -> None:
         path = self.out / "last" / "trainer.pt"
         try:
             state = torch.load(path, weights_only=True)
             self.model.load_state_dict(state["model"])
             self.optimizers.load_state_dict(state["optimizers"])
+            self.step, self.tokens, self.best = state["step"], state["tokens"], state["best"]
         except FileNotFoundError:
             raise UserError(f"nothing to resume: {path} does not exist") from None
-        except (RuntimeError, ValueError, KeyError) as error:
-            raise UserError(f"{path} does not fit the recipe: {str(error).splitlines()[0]}") from None
-        self.step, self.tokens, self.best = state["step"], state["tokens"], state["best"]
+        except (RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise UserError(f"{path} is broken or does not fit the recipe: {reason}") from None
         _truncate_metrics(self.out / "metrics.jsonl", self.step)
 
     def log(self, record: dict[str, Any]) -> None:
@@ -150,38 +176,71 @@ class Run:
 
 
 def _truncate_metrics(path: Path, step: int) -> None:
-    """Forget what was logged after the checkpoint; it will be computed again."""
+    """Forget what was logged after the checkpoint (it will be computed again), and a last line that was cut short."""
     if path.exists():
-        lines = path.read_text(encoding="utf-8").splitlines()
-        kept = [line for line in lines if json.loads(line)["step"] <= step]
-        path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        kept = []
+        for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+            if not line.endswith("\n") or json.loads(line)["step"] > step:
+                break
+            kept.append(line)
+        part = path.with_name(".metrics.tmp")
+        part.write_text("".join(kept), encoding="utf-8")
+        os.replace(part, path)
 
 
 @contextmanager
 def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C and SIGTERM set a flag; the loop finishes its step, saves and ends."""
+    """Ctrl-C and SIGTERM set a flag; the loop finishes its step, saves and ends. A second signal acts as it did before."""
     caught: list[int] = []
-    signals = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(s, lambda number, frame: caught.append(number)) for s in signals]
+
+    def catch(number: int, frame: object) -> None:
+        caught.append(number)
+        restore()
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    before = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield lambda: bool(caught)
     finally:
-        for number, handler in zip(signals, before, strict=True):
-            signal.signal(number, handler)
+        restore()
+
+
+def _prepare(recipe: Recipe, out: Path, resume: bool) -> bool:
+    """Make the run's folder ready. Returns whether there is a checkpoint to go on from: a run that was killed before its
+    first one begins again."""
+    last = out / "last"
+    if last.exists() and not resume:
+        raise UserError(f"{out} holds a run already; continue it with --resume or choose another --out")
+    if resume and not last.exists() and not (out / "recipe.json").exists():
+        raise UserError(f"nothing to resume: {out} holds no run")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for unfinished in out.glob(".*.tmp"):  # of a process that was killed while it saved
+            shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink()
+        if not last.exists():
+            (out / "metrics.jsonl").unlink(missing_ok=True)
+            _write_recipe(recipe, out)
+    except OSError as error:
+        raise UserError(f"{out}: cannot be written ({error.strerror})") from None
+    return last.exists()
+
+
+def _write_recipe(recipe: Recipe, out: Path) -> None:
+    (out / "recipe.json").write_text(json.dumps(asdict(recipe), indent=1) + "\n", encoding="utf-8")
 
 
 def train(recipe: Recipe, out: Path, *, resume: bool = False, device: str = "cpu", decode: Decode | None = None) -> Run:
     """Run a recipe in folder `out`. `decode(model, tokenizer, limit)` measures accuracy by decoding, if the recipe asks for it.
 
-    Raises `UserError` when `out` holds a run already and `resume` is not set.
+    Ctrl-C or SIGTERM: the step is finished and saved, and the run returned as it is, with `step` below `max_steps`.
+    Raises `UserError` when `out` holds a run already and `resume` is not set, when there is nothing to resume or it does not
+    fit the recipe, and when the loss is not finite any more.
     """
-    if (out / "last").exists() and not resume:
-        raise UserError(f"{out} holds a run already; continue it with --resume or choose another --out")
-    out.mkdir(parents=True, exist_ok=True)
-    run = Run(recipe, out, device)
-    if resume:
-        run.resume()
-    (out / "recipe.json").write_text(json.dumps(asdict(recipe), indent=1) + "\n", encoding="utf-8")
+    run = Run(recipe, out, device, resume=_prepare(recipe, out, resume))
+    _write_recipe(recipe, out)
     settings = recipe.training
     progress = Progress(recipe.name or out.name, settings.max_steps, run.step)
     with _interruptible() as interrupted:

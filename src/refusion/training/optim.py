@@ -46,8 +46,13 @@ class Optimizers:
             self._optimizers.append(torch.optim.AdamW(groups, lr=recipe.lr, betas=betas, fused=True))
 
     def step(self, lr: float, clip: float) -> float:
-        """Clip, step at rate `lr`, clear the gradients. Returns the gradients' norm before clipping."""
+        """Clip to norm `clip` (0: not at all), step at rate `lr`, clear the gradients.
+
+        Returns the gradients' norm before clipping; if it is not finite, the weights are left as they are.
+        """
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, clip if clip > 0 else math.inf)
+        if not torch.isfinite(norm):
+            return float(norm)
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr

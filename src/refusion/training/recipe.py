@@ -1,11 +1,12 @@
 """A recipe: one TOML file that says everything about a training run.
 
-Contract: `load` turns a file (and overrides) into a `Recipe` of frozen dataclasses. A missing or misspelt key is a `UserError`
-that names the file, the key and the nearest known one.
+Contract: `load` turns a file (and overrides) into a `Recipe` of frozen dataclasses. Whatever is wrong in it is a `UserError` of
+one line that names the file and the key, and for a misspelt name the nearest known one.
 """
 
 from __future__ import annotations
 
+import math
 import tomllib
 import types
 from collections.abc import Mapping
@@ -101,22 +102,57 @@ class Recipe:
     name: str = ""
 
     def __post_init__(self) -> None:
-        _one_of("objective.method", self.objective.method, ("refusion", "autoregressive"))
-        _one_of("training.optimizer", self.training.optimizer, ("adamw", "muon"))
-        _one_of("training.schedule", self.training.schedule, ("wsd", "cosine"))
-        _one_of("data.suite", self.data.suite, ("nano",))
-        for name in ("max_steps", "batch_size", "save_every", "log_every"):
-            if getattr(self.training, name) < 1:
-                raise UserError(f"training.{name} must be at least 1, got {getattr(self.training, name)}")
-        if self.training.lr <= 0:
-            raise UserError(f"training.lr must be greater than 0, got {self.training.lr}")
-        if not 0 <= self.data.infill_fraction <= 1:
-            raise UserError(f"data.infill_fraction must be between 0 and 1, got {self.data.infill_fraction}")
+        for section in (self.data, self.model, self.objective, self.training, self.validation):
+            label = type(section).__name__.removesuffix("Recipe").lower()
+            for entry in fields(section):
+                _check(label, entry.name, getattr(section, entry.name))
+        if self.training.lr == 0:
+            raise UserError("training.lr must be greater than 0, got 0.0")
+        weights, sizes = self.objective.slot_weights, self.objective.slot_sizes
+        if not sizes:
+            raise UserError("objective.slot_sizes must not be empty")
+        if weights is not None and (len(weights) != len(sizes) or sum(weights) <= 0):
+            raise UserError("objective.slot_weights must have one entry for each of slot_sizes, and not all of them 0")
+        if self.model.head_dim % 2:
+            raise UserError(f"model.head_dim must be even, got {self.model.head_dim}")
+        heads, groups = self.model.num_attention_heads, self.model.num_key_value_heads
+        if heads % groups:
+            raise UserError(f"model.num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({groups})")
 
 
-def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise UserError(f"{name} must be one of {', '.join(known)}, got {value!r}{nearest(value, known)}")
+CHOICES: dict[str, tuple[str, ...]] = {
+    "data.suite": ("nano",),
+    "objective.method": ("refusion", "autoregressive"),
+    "objective.corruption": ("count", "bernoulli"),
+    "objective.normalisation": ("targets", "upstream"),
+    "training.optimizer": ("adamw", "muon"),
+    "training.schedule": ("wsd", "cosine"),
+}
+SHARES = {  # settings between 0 and 1
+    "infill_fraction", "autoregressive_fraction", "partial_slot_fraction", "min_lr_ratio", "decay_fraction", "beta1", "beta2",
+}  # fmt: skip
+FROM_ZERO = {"seed", "warmup_steps", "every", "decode_every"}  # whole numbers that may be 0; all others are at least 1
+
+
+def _check(section: str, name: str, value: Any) -> None:
+    """The range of one setting. Numbers of every kind are finite and never below 0."""
+    key = f"{section}.{name}"
+    if key in CHOICES and value not in CHOICES[key]:
+        raise UserError(f"{key} must be one of {', '.join(CHOICES[key])}, got {value!r}{nearest(value, CHOICES[key])}")
+    if key == "data.vocabulary" and value < 300:
+        raise UserError(f"{key} must be at least 300 (256 bytes, the special tokens, and some to learn), got {value}")
+    for number in value if isinstance(value, tuple) else (value,):
+        if isinstance(number, int) and not isinstance(number, bool):
+            least = 0 if name in FROM_ZERO else 1
+            if number < least:
+                raise UserError(f"{key} must be at least {least}, got {number}")
+        elif isinstance(number, float):
+            if name in SHARES and not 0 <= number <= 1:
+                raise UserError(f"{key} must be between 0 and 1, got {number}")
+            if name.startswith("beta") and number == 1:
+                raise UserError(f"{key} must be less than 1, got 1.0")
+            if not math.isfinite(number) or number < 0:
+                raise UserError(f"{key} must be a finite number of at least 0, got {number}")
 
 
 def load(path: Path, overrides: Mapping[str, str] | None = None) -> Recipe:
@@ -128,15 +164,17 @@ def load(path: Path, overrides: Mapping[str, str] | None = None) -> Recipe:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise UserError(f"{path}: {error}") from None
     for key, text in (overrides or {}).items():
-        _override(table, key.replace("-", "_"), text)
+        _override(table, key.replace("-", "_"), text, str(path))
     recipe: Recipe = _build(Recipe, table, str(path), "")
     return recipe
 
 
-def _override(table: dict[str, Any], key: str, text: str) -> None:
+def _override(table: dict[str, Any], key: str, text: str, source: str) -> None:
     *sections, last = key.split(".")
     for section in sections:
         table = table.setdefault(section, {})
+        if not isinstance(table, dict):
+            raise UserError(f"{source}: cannot set {key!r}, since {section!r} is not a table")
     try:
         table[last] = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -145,17 +183,39 @@ def _override(table: dict[str, Any], key: str, text: str) -> None:
 
 def _build(kind: Any, table: Any, source: str, prefix: str) -> Any:
     if not isinstance(table, dict):
-        raise UserError(f"{source}: {prefix.rstrip('.')} must be a table, got {table!r}")
+        raise UserError(f"{source}: {prefix.rstrip('.')} must be a table, got {_short(table)}")
     known = {f.name: f for f in fields(kind)}
     hints = get_type_hints(kind)
     for key in table:
         if key not in known:
-            raise UserError(f"{source}: unknown key {prefix + key!r}{nearest(key, known)}")
+            raise UserError(f"{source}: unknown key {prefix + key!r}{_elsewhere(key) or nearest(key, known)}")
     for name, entry in known.items():
         if name not in table and entry.default is MISSING and entry.default_factory is MISSING:
             raise UserError(f"{source}: missing key {prefix + name!r}")
     values = {key: _convert(hints[key], value, source, prefix + key) for key, value in table.items()}
-    return kind(**values)
+    try:
+        return kind(**values)
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from None
+
+
+def _elsewhere(key: str) -> str:
+    """A hint for a key that stands in the wrong table."""
+    homes = [f"{name}.{key}" for name, hint in get_type_hints(Recipe).items() if key in _names(hint)]
+    return f"; did you mean {homes[0]!r}?" if len(homes) == 1 else ""
+
+
+def _names(kind: Any) -> set[str]:
+    return {f.name for f in fields(kind)} if is_dataclass(kind) else set()
+
+
+def _short(value: object) -> str:
+    """A value as one line of bearable length."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+KINDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
 
 
 def _convert(hint: Any, value: Any, source: str, key: str) -> Any:
@@ -165,10 +225,10 @@ def _convert(hint: Any, value: Any, source: str, key: str) -> Any:
         hint = next(option for option in get_args(hint) if option is not type(None))
     if get_origin(hint) is tuple:
         if not isinstance(value, list):
-            raise UserError(f"{source}: {key} must be a list, got {value!r}")
+            raise UserError(f"{source}: {key} must be a list, got {_short(value)}")
         return tuple(_convert(get_args(hint)[0], entry, source, key) for entry in value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        raise UserError(f"{source}: {key} must be {hint.__name__}, got {value!r}")
+        raise UserError(f"{source}: {key} must be {KINDS[hint]}, got {_short(value)}")
     return value

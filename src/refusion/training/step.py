@@ -1,7 +1,7 @@
 """One optimisation step's arithmetic: rows in, losses out, normalised over the global batch.
 
-Contract: `accumulate` adds gradients whose sum over micro-batches equals that of the whole batch at once. It knows no method,
-no schedule and no files.
+Contract: `accumulate` adds gradients whose sum over micro-batches equals that of the whole batch at once. It knows no
+method, no schedule and no files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from refusion.training.data import Batch
 
 
 def loss_sums(model: Transformer, batch: Batch, losses: int, autocast: bool) -> Tensor:
-    """Sum of weighted cross-entropies for each loss, float32 [losses]. The head is computed on rows with a target only."""
+    """Sum of weighted cross-entropies for each loss, float32 [losses]. The head is computed on rows with a target
+    only."""
     device = model.lm_head.weight.device
     tokens = torch.from_numpy(batch.tokens).to(device).clamp(min=0)  # [B, T]; padding is seen by nobody
     positions = torch.from_numpy(batch.positions).to(device)
@@ -58,7 +59,9 @@ def accumulate(
 
 
 @torch.no_grad()
-def evaluate(model: Transformer, batches: Sequence[Batch], losses: Sequence[Loss], autocast: bool = False) -> dict[str, float]:
+def evaluate(
+    model: Transformer, batches: Sequence[Batch], losses: Sequence[Loss], autocast: bool = False
+) -> dict[str, float]:
     """Mean losses over fixed batches, without gradients."""
     model.eval()
     sums = torch.zeros(len(losses))

@@ -25,7 +25,7 @@ def model_folder(name: str) -> Path:
 
 
 def learn_tokenizer(size: int, seed: int, per_family: int = 10_000) -> Tokenizer:
-    """A vocabulary learnt on the training split only."""
+    """A vocabulary of `size` entries, learnt on the first `per_family` tasks of each family's training split only."""
     items = chain.from_iterable(procedural.take(family, "train", per_family, seed) for family in FAMILIES)
     texts = chain.from_iterable((item.prompt, item.answer) for item in items)
     roles = ["user\n", "assistant\n", "system\n"] * 200  # so that the template's words are tokens

@@ -10,6 +10,7 @@ Worked example: prompt `p q` at 0, 1; answer `a b c d e` at 2..6; k = 2, so slot
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -47,6 +48,8 @@ class ReFusionObjective:
             raise UserError(f"slot_sizes must be positive, got {list(self.slot_sizes)}")
         if self.slot_weights is not None and len(self.slot_weights) != len(self.slot_sizes):
             raise UserError("slot_weights must have one entry for each of slot_sizes")
+        if self.slot_weights is not None and (min(self.slot_weights) < 0 or not 0 < sum(self.slot_weights) < math.inf):
+            raise UserError(f"slot_weights must be at least 0 and not all 0, got {list(self.slot_weights)}")
         if self.corruption not in self.CORRUPTIONS:
             raise UserError(f"corruption must be one of {', '.join(self.CORRUPTIONS)}, got {self.corruption!r}")
         if self.normalisation not in self.NORMALISATIONS:

@@ -59,7 +59,8 @@ class _Slot:
 
 @dataclass
 class _Decoding:
-    """What is known between two forwards. `_keep`: rows of the last forward that the next one will find in the cache."""
+    """What is known between two forwards. `_keep`: rows of the last forward that the next one will find in the
+    cache."""
 
     prompt: Sequence[int]
     settings: DecodeConfig
@@ -181,7 +182,9 @@ class _Decoding:
             slot.tokens = slot.tokens[:end]
         slot.full = end is not None or len(slot.tokens) == slot.length
 
-    def _redraft(self, slots: list[_Slot], turn: int) -> Generator[Forward | Event, Answer | None, dict[int, list[int]]]:
+    def _redraft(
+        self, slots: list[_Slot], turn: int
+    ) -> Generator[Forward | Event, Answer | None, dict[int, list[int]]]:
         """One forward of run + masks for every slot that is not full; returns the new tokens by slot."""
         rows = _Rows()
         unfinished = [slot for slot in slots if not slot.full]

@@ -1,4 +1,5 @@
-"""Verify: how much of the drafted tokens is accepted. Pure functions on plain numbers (METHOD 4, "Verify" and "EOS")."""
+"""Verify: how much of the drafted tokens is accepted. Pure functions on plain numbers (METHOD 4, "Verify" and
+"EOS")."""
 
 from __future__ import annotations
 
@@ -41,7 +42,11 @@ class Verdict:
 
 
 def judge(
-    tokens: Sequence[int], probabilities: Sequence[float | None], lengths: Sequence[int], threshold: float, eos: Collection[int]
+    tokens: Sequence[int],
+    probabilities: Sequence[float | None],
+    lengths: Sequence[int],
+    threshold: float,
+    eos: Collection[int],
 ) -> Verdict:
     """Joint verdict on chosen slots that stand one after another in a row; `lengths`: tokens of each.
 

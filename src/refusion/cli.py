@@ -1,0 +1,595 @@
+"""The command `refusion`: generate, eval, train, info, examples.
+
+Contract: `main(argv)` returns an exit code and never shows a traceback for what the user can put right: one line on
+stderr and 2. Answers go to stdout, everything else to stderr. Commands import what they need when they run: help must
+not wait for torch. The flags of the decoding settings are made from `DecodeConfig`; only their help is written here.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import field, fields, make_dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO, get_type_hints
+
+from cyclopts import App, CycloptsError, Group, Parameter
+
+from refusion import __version__
+from refusion.config import AutoregressiveConfig, DecodeConfig, UserError
+
+if TYPE_CHECKING:
+    from refusion.generate import Config, Model, Result
+    from refusion.training.loop import Decode
+
+USAGE, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+
+OVERVIEW = """Write text with slot-parallel diffusion language models, measure, train.
+
+A response is cut into slots of a few tokens. Slots are written in any order,
+several at once; inside a slot, tokens are read left to right. So an answer
+takes far fewer passes of the model than it has tokens.
+
+Start with:
+  refusion generate --live "Work out (12+7)*3-8."
+  refusion examples
+  refusion COMMAND --help
+"""
+
+app = App(
+    name="refusion", help=OVERVIEW, version=__version__, help_format="plaintext",
+    default_parameter=Parameter(negative=()),
+)  # fmt: skip
+
+INPUT = Group("Model and prompt", sort_key=1)
+OUTPUT = Group("Output", sort_key=2)
+SLOTS = Group("Slots: how much is written at once", sort_key=3)
+WRITING = Group("Writing: length, chance and end", sort_key=4)
+RUN = Group("Run", sort_key=1)
+
+
+def _switch(group: Group, help: str) -> Parameter:
+    """A flag that is off unless given."""
+    return Parameter(group=group, help=help, show_default=False)
+
+
+SETTINGS_HELP = {
+    "max_new_tokens": "Most tokens to write. Higher: room for longer answers, more memory.",
+    "temperature": "0 takes the likeliest token. Higher: more varied, more often wrong; 1 draws as the model would.",
+    "top_k": "Draw from this many likeliest tokens only. Lower: safer, less varied. 0 = off. Needs --temperature.",
+    "top_p": "Draw from the likeliest tokens up to this probability. Lower: safer, less varied. 1 = off. "
+    "Needs --temperature.",
+    "seed": "Of all draws; the same seed gives the same text.",
+    "stop": "End the text before this string. May be given several times.",
+    "ignore_eos": "Do not stop where the model ends its answer, but at --max-new-tokens.",
+    "slot_size": "Tokens per slot. Higher: more tokens per forward while the model is sure, more re-drafting when it "
+    "is not.",
+    "block_size": "Tokens per serial block; blocks are written left to right, their slots in any order. At least "
+    "--slot-size. Higher: more freedom of order, more work per forward.",
+    "slot_threshold": "Write a slot when its first token is likelier than this (0 to 1). Lower: more slots at once, "
+    "faster, riskier. Higher: surer and slower.",
+    "token_threshold": "Accept drafted tokens that are verified as likelier than this (0 to 1). Lower: faster, "
+    "riskier. Higher: surer and slower.",
+}
+
+
+def _settings_flags() -> type:
+    """`DecodeConfig` as flags: the same names and types, unset unless given, and without its checks."""
+    hints, own = get_type_hints(DecodeConfig), {f.name for f in fields(AutoregressiveConfig)}
+    entries: list[tuple[str, Any, Any]] = []
+    for f in fields(DecodeConfig):
+        default = DecodeConfig.DEFAULTS[f.name]
+        shown = "" if isinstance(default, tuple | bool) else f" Default: the model's own, else {default}."
+        parameter = Parameter(help=SETTINGS_HELP[f.name] + shown, group=WRITING if f.name in own else SLOTS)
+        entries.append((f.name, Annotated[hints[f.name], parameter], field(default=None)))
+    return make_dataclass("Settings", entries, namespace={"__module__": __name__}, kw_only=True, frozen=True)
+
+
+if TYPE_CHECKING:
+    Settings = DecodeConfig
+else:
+    Settings = _settings_flags()
+
+Method = Literal["refusion", "autoregressive"]
+SettingsFlags = Annotated[Settings, Parameter(name="*")]
+UNSET = Settings()
+ModelFlag = Annotated[
+    str, Parameter(group=INPUT, help="A model of the package (nano, nano-ar), a Hugging Face folder, or a hub id.")
+]
+MethodFlag = Annotated[
+    Method | None,
+    Parameter(group=INPUT, help="refusion writes slots in any order, autoregressive token by token, with the same "
+              "weights. Default: refusion, unless the model was not trained for it."),
+]  # fmt: skip
+RawFlag = Annotated[bool, _switch(INPUT, "Continue the prompt as it stands, without the chat template.")]
+DeviceFlag = Annotated[
+    str | None, Parameter(group=INPUT, help="cpu, cuda, cuda:1, ... Default: cuda where there is one, else cpu.")
+]
+DtypeFlag = Annotated[
+    Literal["float32", "bfloat16"] | None,
+    Parameter(group=INPUT, help="Number type of the weights. Default: float32 on a CPU, as stored elsewhere. bfloat16 "
+              "halves the memory; answers may differ a little."),
+]  # fmt: skip
+ThreadsFlag = Annotated[
+    int | None,
+    Parameter(group=INPUT, help="CPU threads. Default: torch's choice, one for each core. Small models are often "
+              "fastest with 1 or 2."),
+]  # fmt: skip
+LiveFlag = Annotated[bool, _switch(OUTPUT, "Show the slots filling while the answer is written (on stderr).")]
+LiveDelayFlag = Annotated[
+    float | None,
+    Parameter(group=OUTPUT, help="Seconds that --live shows a round on a terminal. Default: 0.12. Higher: easier to "
+              "follow; the figures leave it out."),
+]  # fmt: skip
+CompareFlag = Annotated[bool, _switch(OUTPUT, "Then write token by token with the same weights; print both figures.")]
+ResultJsonFlag = Annotated[
+    bool, _switch(OUTPUT, "Print one JSON object: text, token_ids, finish_reason, stats, settings.")
+]
+TraceFlag = Annotated[
+    Path | None, Parameter(group=OUTPUT, help="Write every step to this file, one JSON object a line.")
+]
+LimitFlag = Annotated[
+    int,
+    Parameter(group=RUN, help="Take the first N tasks of each family. Higher: surer figures, longer wait; to report, "
+              "100 or more."),
+]  # fmt: skip
+OutFlag = Annotated[Path | None, Parameter(group=RUN, help="Folder of the run. Default: runs/NAME of the recipe.")]
+
+
+# --- generate
+
+
+@app.command(sort_key=1)
+def generate(
+    prompt: Annotated[str, Parameter(group=INPUT, help="What to answer, in quotes. `-` reads it from standard input.")],
+    /,
+    *,
+    model: ModelFlag = "nano",
+    method: MethodFlag = None,
+    raw: RawFlag = False,
+    device: DeviceFlag = None,
+    dtype: DtypeFlag = None,
+    threads: ThreadsFlag = None,
+    live: LiveFlag = False,
+    live_delay: LiveDelayFlag = None,
+    compare: CompareFlag = False,
+    json: ResultJsonFlag = False,
+    trace: TraceFlag = None,
+    settings: SettingsFlags = UNSET,
+) -> None:
+    """Write an answer to a prompt.
+
+    The answer goes to standard output, one line of figures to standard error.
+    For example:
+      refusion generate --live --slot-size 8 "Sort ascending: 52 17 88 34 61 29"
+    """
+    given = _decode_config(settings)
+    if compare and json:
+        raise UserError("--compare cannot be used with --json")
+    delay = _delay(live, live_delay)
+    text = _read_prompt(prompt)
+    with _opened(trace) as file:
+        loaded = _load(model, device, dtype, threads)
+        config = _config(given, method, loaded)
+        if compare:  # what a model does once, at its first forwards, belongs to neither figure
+            loaded.generate(text, replace(config, max_new_tokens=1), raw)
+        result = _write(loaded, text, config, raw, delay)
+        if file is not None:
+            _write_trace(file, loaded.name, text, result)
+    _show(result, json)
+    if compare:
+        _compare(loaded, text, config, raw, result)
+    elif not json:
+        print(figures(result), file=sys.stderr)
+
+
+def _delay(live: bool, given: float | None) -> float | None:
+    """Seconds that the live view shows a round; None: no live view."""
+    if given is not None and not 0 <= given < 3600:
+        raise UserError(f"--live-delay must be between 0 and 3600 seconds, got {given}")
+    if given is not None and not live:
+        _warn("--live-delay is ignored without --live")
+    if not live:
+        return None
+    return 0.12 if given is None else given
+
+
+def _write(model: Model, prompt: str, config: Config, raw: bool, delay: float | None) -> Result:
+    """Generate, shown live if asked for. The time that showing takes is no time of the model's."""
+    if delay is None:
+        return model.generate(prompt, config, raw)
+    from refusion.live import LiveView
+
+    full = model.settings(config)
+    eos = () if full.ignore_eos else model.folder.eos_token_ids
+    view = LiveView(model.tokenizer.decode, slot_size=getattr(full, "slot_size", None), eos=eos, delay=delay)
+    stream, seconds = model.stream(prompt, config, raw), 0.0
+    with view:
+        while True:
+            began = time.perf_counter()
+            try:
+                event = next(stream)
+            except StopIteration as end:
+                result: Result = end.value
+                seconds += time.perf_counter() - began
+                return replace(result, stats=replace(result.stats, seconds=seconds))
+            seconds += time.perf_counter() - began
+            view.add(event)
+
+
+def _show(result: Result, as_json: bool) -> None:
+    sys.stderr.flush()
+    print(json.dumps(result.to_dict(), ensure_ascii=False) if as_json else result.text, flush=True)
+
+
+def figures(result: Result) -> str:
+    """The one line that says what an answer cost."""
+    s = result.stats
+    line = (
+        f"{s.tokens} tokens in {s.forwards} forwards: {s.tokens_per_forward:.2f} tokens per forward, "
+        f"{s.tokens_per_second:,.0f} tokens/s"
+    )
+    return line + ("" if result.finish_reason == "stop" else " (cut off at --max-new-tokens)")
+
+
+def _compare(model: Model, prompt: str, config: Config, raw: bool, result: Result) -> None:
+    """Figures of `result`, and those of the same weights token by token."""
+    shared = {f.name: getattr(config, f.name) for f in fields(AutoregressiveConfig)}
+    other = model.generate(prompt, AutoregressiveConfig(**shared), raw)
+    slots = isinstance(config, DecodeConfig)
+    print(f"{'slots:' if slots else 'token by token:':<16}{figures(result)}", file=sys.stderr)
+    if not slots:
+        _warn("--compare is ignored: this answer was written token by token already")
+        return
+    print(f"{'token by token:':<16}{figures(other)}", file=sys.stderr)
+    if other.text != result.text:
+        print(f"{'':<16}and another answer: {json.dumps(other.text, ensure_ascii=False)}", file=sys.stderr)
+
+
+def _write_trace(file: TextIO, model: str, prompt: str, result: Result) -> None:
+    """The request, every event, and the result; each line says under "event" what it is."""
+    whole = result.to_dict(events=True)
+    header = {"model": model, "prompt": prompt, "prompt_ids": whole.pop("prompt_ids"), "settings": whole["settings"]}
+    lines = [{"event": "request", **header}, *whole.pop("events"), {"event": "result", **whole}]
+    for line in lines:
+        file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+
+# --- eval
+
+
+@app.command(name="eval", sort_key=2)
+def evaluate(
+    *,
+    model: ModelFlag = "nano",
+    suite: Annotated[str, Parameter(group=RUN, help="The set of tasks. There is one: nano.")] = "nano",
+    split: Annotated[str, Parameter(group=RUN, help="test, validation or hard (larger numbers, ...).")] = "test",
+    limit: LimitFlag = 20,
+    method: MethodFlag = None,
+    device: DeviceFlag = None,
+    dtype: DtypeFlag = None,
+    threads: ThreadsFlag = None,
+    json: Annotated[bool, _switch(RUN, "Print one JSON object instead of a table.")] = False,
+    settings: SettingsFlags = UNSET,
+) -> None:
+    """Measure accuracy and tokens per forward on tasks with one right answer.
+
+    Every answer is judged by a checker; code is run in a sandbox.
+    For example:
+      refusion eval --model nano --split test --limit 100
+    """
+    given = _decode_config(settings)
+    from refusion.evaluation.procedural import SPLITS
+
+    if split not in SPLITS:
+        from refusion.config import nearest
+
+        raise UserError(f"split must be one of {', '.join(SPLITS)}, got {split!r}{nearest(split, SPLITS)}")
+    from refusion.evaluation import evaluate as evaluation
+
+    loaded = _load(model, device, dtype, threads)
+    config = _config(given, method, loaded)
+    with _progress("tasks") as progress:
+        report = evaluation.evaluate(loaded, suite, split, limit, config, progress)
+    print(globals()["json"].dumps(report) if json else "\n".join(_table(report)))
+
+
+def _table(report: dict[str, Any]) -> Iterator[str]:
+    """The report of `eval` for people."""
+    yield f"{report['model']} on {report['suite']}, {report['split']} split, method {report['method']}"
+    yield ""
+    yield f"{'family':<12}{'accuracy':>10}{'tokens/forward':>16}{'tasks':>8}"
+    for name, entry in report["families"].items():
+        yield f"{name:<12}{entry['accuracy']:>10.3f}{entry['tokens_per_forward']:>16.2f}{entry['n']:>8}"
+    yield f"{'all':<12}{report['accuracy']:>10.3f}{report['tokens_per_forward']:>16.2f}{report['n']:>8}"
+    yield ""
+    yield f"standard error {report['stderr']:.3f}, {report['tokens_per_second']:,.0f} tokens/s"
+    if "out_of_order" in report:
+        yield f"{report['out_of_order']:.0%} of the answers of 3 slots or more were written out of order"
+    yield "settings: " + _assignments(report["settings"])
+
+
+@contextmanager
+def _progress(label: str) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar on stderr while it is a terminal; nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(label, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+# --- train
+
+
+@app.command(sort_key=3)
+def train(
+    recipe: Annotated[Path, Parameter(group=RUN, help="A TOML file, such as recipes/nano.toml.")],
+    /,
+    *,
+    out: OutFlag = None,
+    resume: Annotated[bool, _switch(RUN, "Continue the run in --out where it was saved last, bit for bit.")] = False,
+    device: Annotated[str | None, Parameter(group=RUN, help="cpu, cuda, ... Default: cuda if there is one.")] = None,
+    **overrides: Annotated[str, Parameter(group=RUN, help="Any key of the recipe: --training.max-steps 500.")],
+) -> int:
+    """Train a model by a recipe.
+
+    Ctrl-C saves and stops. The folder of the run gets metrics.jsonl, recipe.json
+    and the model folders last/ and best/, for refusion generate --model.
+    For example:
+      refusion train recipes/nano-ar.toml --training.max-steps 500
+    """
+    from refusion.training.recipe import load
+
+    plan = load(recipe, overrides)
+    import torch
+
+    from refusion.training import loop
+
+    place = _train_device(device, torch)
+    folder = out or Path("runs") / (plan.name or recipe.stem)
+    run = loop.train(plan, folder, resume=resume, device=place, decode=_validation(plan.objective.method))
+    steps = plan.training.max_steps
+    if run.step < steps:
+        print(f"stopped and saved at step {run.step} of {steps}; --resume continues", file=sys.stderr)
+        return INTERRUPTED
+    print(f"{folder / 'last'}  step {run.step}, {run.tokens:,} tokens")
+    return 0
+
+
+def _train_device(device: str | None, torch: Any) -> str:
+    if device is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise UserError(f"--device {device!r} cannot be used ({_one_line(error)[:100]})") from None
+    return device
+
+
+def _validation(method: str) -> Decode:
+    """Accuracy by decoding, as the training loop asks for it: of a model that is in no folder yet."""
+    from refusion.evaluation.evaluate import validation_decode
+    from refusion.generate import Model
+    from refusion.models.checkpoint import FolderConfig
+    from refusion.models.tokenizer import Tokenizer
+    from refusion.models.transformer import Transformer
+
+    def decode(transformer: Transformer, tokenizer: Tokenizer, limit: int) -> dict[str, float]:
+        eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+        folder = FolderConfig(
+            transformer.config, "", tokenizer.mask_token_id, eos, tokenizer.bos_token_id, tokenizer.pad_token_id,
+            {"method": method}, {},
+        )  # fmt: skip
+        return validation_decode(Model("training", transformer, tokenizer, folder), limit)
+
+    return decode
+
+
+# --- info
+
+
+@app.command(sort_key=4)
+def info(
+    model: Annotated[str, Parameter(group=RUN, help="A model of the package, a model folder, or a hub id.")] = "nano",
+    /,
+    *,
+    json: Annotated[bool, _switch(RUN, "Print one JSON object.")] = False,
+) -> None:
+    """Say what a model is: size, vocabulary, special tokens, settings.
+
+    For example:
+      refusion info nano
+    """
+    report = _describe(model)
+    if json:
+        print(globals()["json"].dumps(report, ensure_ascii=False))
+        return
+    shown = {**report, "defaults": _assignments(report["defaults"])}
+    for name, value in shown.items():
+        print(f"{name.replace('_', ' '):<16}{_readable(value)}")
+
+
+def _describe(name: str) -> dict[str, Any]:
+    from refusion.models.checkpoint import read_config
+    from refusion.models.tokenizer import Tokenizer
+    from refusion.training.suite import model_folder
+
+    folder = model_folder(name)
+    config, tokenizer = read_config(folder), Tokenizer.from_folder(folder)
+    slots = config.mask_token_id is not None and config.defaults.get("method") != "autoregressive"
+    wanted = DecodeConfig() if slots else AutoregressiveConfig()
+    shape = config.model
+    return {
+        "model": name, "folder": str(folder), "architecture": config.architecture, "parameters": config.parameters,
+        "layers": shape.num_hidden_layers, "hidden_size": shape.hidden_size, "vocabulary": shape.vocab_size,
+        "context": shape.max_position_embeddings, "mask_token_id": config.mask_token_id,
+        "mask_token": tokenizer.mask_token, "eos_token_ids": list(config.eos_token_ids),
+        "chat_template": tokenizer.has_chat_template, "method": "refusion" if slots else "autoregressive",
+        "defaults": wanted.resolve(config.defaults).to_dict(), **_card(folder / "README.md"),
+    }  # fmt: skip
+
+
+def _card(path: Path) -> dict[str, Any]:
+    """Licence and title of a model card, where there is one."""
+    if not path.is_file():
+        return {}
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    licence = next((line.partition(":")[2].strip() for line in lines if line.lower().startswith("license:")), None)
+    title = next((line.lstrip("# ").strip() for line in lines if line.startswith("#")), None)
+    return {"license": licence, "card": f"{path}" + (f" ({title})" if title else "")}
+
+
+def _readable(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    return f"{value:,}" if isinstance(value, int) and value >= 10_000 else str(value)
+
+
+# --- examples
+
+
+@app.command(sort_key=5)
+def examples(
+    *,
+    family: Annotated[str | None, Parameter(group=RUN, help="Only this family of tasks. Default: all of them.")] = None,
+    count: Annotated[int, Parameter(group=RUN, help="Prompts of each family.")] = 1,
+    seed: Annotated[int, Parameter(group=RUN, help="Another seed, other prompts.")] = 0,
+    json: Annotated[bool, _switch(RUN, "Print a JSON list of {family, prompt, answer}.")] = False,
+) -> None:
+    """Print prompts that the nano model knows, with their answers.
+
+    They are from the validation split: the model was not trained on them.
+    For example:
+      refusion examples --family sudoku --count 2
+    """
+    from refusion.evaluation.procedural import FAMILIES, take
+
+    if count < 1:
+        raise UserError(f"--count must be at least 1, got {count}")
+    items = [item for name in ([family] if family else FAMILIES) for item in take(name, "validation", count, seed)]
+    if json:
+        rows = [{"family": i.family, "prompt": i.prompt, "answer": i.answer} for i in items]
+        print(globals()["json"].dumps(rows, ensure_ascii=False))
+        return
+    for item in items:
+        print(f"# {item.family}\nrefusion generate {shlex.quote(item.prompt)}\n{_indented(item.answer)}\n")
+
+
+# --- shared
+
+
+def _decode_config(settings: DecodeConfig) -> DecodeConfig:
+    """The flags that were given, checked. Raises `UserError` naming the setting."""
+    return DecodeConfig(**{f.name: getattr(settings, f.name) for f in fields(DecodeConfig)})
+
+
+def _config(given: DecodeConfig, method: str | None, model: Model) -> Config:
+    """The settings in the shape that the method takes; says which of them it ignores."""
+    if method is None:
+        method = "refusion" if isinstance(model.settings(), DecodeConfig) else "autoregressive"
+    config: Config = given
+    if method == "autoregressive":
+        shared = {f.name for f in fields(AutoregressiveConfig)}
+        for f in fields(DecodeConfig):
+            if f.name not in shared and getattr(given, f.name) is not None:
+                _warn(f"{_flag(f.name)} is ignored: {model.name} writes token by token here")
+        config = AutoregressiveConfig(**{name: getattr(given, name) for name in shared})
+    if model.settings(config).temperature == 0:
+        for name in ("top_k", "top_p"):
+            if getattr(given, name) is not None:
+                _warn(f"{_flag(name)} is ignored at temperature 0")
+    return config
+
+
+def _load(name: str, device: str | None, dtype: str | None, threads: int | None) -> Model:
+    if threads is not None and threads < 1:
+        raise UserError(f"--threads must be at least 1, got {threads}")
+    import torch
+
+    from refusion.generate import load
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    return load(name, device, dtype)
+
+
+def _read_prompt(prompt: str) -> str:
+    if prompt != "-":
+        return prompt
+    try:
+        return sys.stdin.read().removesuffix("\n")
+    except UnicodeDecodeError:
+        raise UserError("prompt: standard input is not UTF-8 text") from None
+
+
+@contextmanager
+def _opened(trace: Path | None) -> Iterator[TextIO | None]:
+    """The trace file, opened before any work is done. Raises `UserError` when it cannot be written."""
+    if trace is None:
+        yield None
+        return
+    try:
+        file = trace.open("w", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--trace {trace}: cannot be written ({error.strerror})") from None
+    with file:
+        yield file
+
+
+def _assignments(settings: dict[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in settings.items())
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr)
+
+
+def _one_line(error: object) -> str:
+    return " ".join(str(error).split())
+
+
+def main(argv: Iterable[str] | None = None) -> int:
+    """Run the command line (default: this process's arguments) and return its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # an answer may hold what an old terminal cannot show
+    try:
+        command, bound, _ = app.parse_args(
+            list(sys.argv[1:] if argv is None else argv), exit_on_error=False, print_error=False
+        )  # fmt: skip
+        code = command(*bound.args, **bound.kwargs)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except (UserError, CycloptsError) as error:
+        print(f"error: {_one_line(error)}", file=sys.stderr)
+        return USAGE
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader has gone: nobody is left to be told
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
