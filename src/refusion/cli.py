@@ -19,10 +19,10 @@ from dataclasses import field, fields, make_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO, get_type_hints
 
-from cyclopts import App, CycloptsError, Group, Parameter
+from cyclopts import App, CycloptsError, Group, Parameter, UnknownOptionError, UnusedCliTokensError
 
 from refusion import __version__
-from refusion.config import AutoregressiveConfig, DecodeConfig, UserError
+from refusion.config import AutoregressiveConfig, DecodeConfig, UserError, nearest
 
 if TYPE_CHECKING:
     from refusion.generate import Config, Model, Result
@@ -139,6 +139,10 @@ LimitFlag = Annotated[
     Parameter(group=RUN, help="Take the first N tasks of each family. Higher: surer figures, longer wait; to report, "
               "100 or more."),
 ]  # fmt: skip
+OverridesFlag = Annotated[
+    str,
+    Parameter(group=RUN, allow_leading_hyphen=True, help="Any key of the recipe, such as --training.max-steps 500."),
+]
 OutFlag = Annotated[Path | None, Parameter(group=RUN, help="Folder of the run. Default: runs/NAME of the recipe.")]
 
 
@@ -147,7 +151,7 @@ OutFlag = Annotated[Path | None, Parameter(group=RUN, help="Folder of the run. D
 
 @app.command(sort_key=1)
 def generate(
-    prompt: Annotated[str, Parameter(group=INPUT, help="What to answer, in quotes. `-` reads it from standard input.")],
+    prompt: Annotated[str, Parameter(group=INPUT, help="What to answer. - reads it from standard input.")],
     /,
     *,
     model: ModelFlag = "nano",
@@ -165,9 +169,10 @@ def generate(
 ) -> None:
     """Write an answer to a prompt.
 
-    The answer goes to standard output, one line of figures to standard error.
+    The answer goes to standard output, one line of figures to standard error. Put
+    the prompt in quotes, and -- before a prompt that begins with a dash.
     For example:
-      refusion generate --live --slot-size 8 "Sort ascending: 52 17 88 34 61 29"
+      refusion generate --live "List: 84 48 26 51. First reverse, then keep those over 50."
     """
     given = _decode_config(settings)
     if compare and json:
@@ -288,8 +293,6 @@ def evaluate(
     from refusion.evaluation.procedural import SPLITS
 
     if split not in SPLITS:
-        from refusion.config import nearest
-
         raise UserError(f"split must be one of {', '.join(SPLITS)}, got {split!r}{nearest(split, SPLITS)}")
     from refusion.evaluation import evaluate as evaluation
 
@@ -337,11 +340,10 @@ def _progress(label: str) -> Iterator[Callable[[int, int], None] | None]:
 def train(
     recipe: Annotated[Path, Parameter(group=RUN, help="A TOML file, such as recipes/nano.toml.")],
     /,
-    *,
+    *overrides: OverridesFlag,
     out: OutFlag = None,
     resume: Annotated[bool, _switch(RUN, "Continue the run in --out where it was saved last, bit for bit.")] = False,
     device: Annotated[str | None, Parameter(group=RUN, help="cpu, cuda, ... Default: cuda if there is one.")] = None,
-    **overrides: Annotated[str, Parameter(group=RUN, help="Any key of the recipe: --training.max-steps 500.")],
 ) -> int:
     """Train a model by a recipe.
 
@@ -352,7 +354,7 @@ def train(
     """
     from refusion.training.recipe import load
 
-    plan = load(recipe, overrides)
+    plan = load(recipe, _recipe_keys(overrides))
     import torch
 
     from refusion.training import loop
@@ -366,6 +368,24 @@ def train(
         return INTERRUPTED
     print(f"{folder / 'last'}  step {run.step}, {run.tokens:,} tokens")
     return 0
+
+
+def _recipe_keys(tokens: Iterable[str]) -> dict[str, str]:
+    """`--section.key value` or `--section.key=value`, any number of times, as {"section.key": "value"}."""
+    from refusion.training.recipe import Recipe
+
+    sections, keys, rest = [f.name for f in fields(Recipe)], {}, iter(tokens)
+    for token in rest:
+        name, equals, value = token.removeprefix("--").partition("=")
+        section = name.replace("-", "_").partition(".")[0]
+        if not token.startswith("--") or section not in sections:
+            hint = nearest(name, ["out", "resume", "device"]) or nearest(section, sections)
+            raise UserError(f"unknown option {token!r}; a key of the recipe is given as --section.key VALUE{hint}")
+        value = value if equals else next(rest, "")
+        if not value or value.startswith("--"):
+            raise UserError(f"{token} needs a value")
+        keys[name] = value
+    return keys
 
 
 def _train_device(device: str | None, torch: Any) -> str:
@@ -530,12 +550,12 @@ def _load(name: str, device: str | None, dtype: str | None, threads: int | None)
 
 
 def _read_prompt(prompt: str) -> str:
-    if prompt != "-":
-        return prompt
     try:
-        return sys.stdin.read().removesuffix("\n")
-    except UnicodeDecodeError:
-        raise UserError("prompt: standard input is not UTF-8 text") from None
+        text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
+        text.encode()  # what is not UTF-8 has come in as lone surrogates, or not at all
+    except UnicodeError:
+        raise UserError("prompt is not UTF-8 text") from None
+    return text
 
 
 @contextmanager
@@ -572,20 +592,30 @@ def _one_line(error: object) -> str:
     return " ".join(str(error).split())
 
 
+def _parsed(tokens: list[str]) -> Callable[[], Any]:
+    """The command that the tokens name, with its arguments. Raises `CycloptsError`."""
+    try:
+        command, bound, _ = app.parse_args(tokens, exit_on_error=False, print_error=False)
+    except UnknownOptionError:
+        if "-" not in tokens:
+            raise
+        tokens.remove("-")  # standard input, taken for an option: say that it is none
+        command, bound, _ = app.parse_args([*tokens, "--", "-"], exit_on_error=False, print_error=False)
+    return lambda: command(*bound.args, **bound.kwargs)
+
+
 def main(argv: Iterable[str] | None = None) -> int:
     """Run the command line (default: this process's arguments) and return its exit code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # an answer may hold what an old terminal cannot show
     try:
-        command, bound, _ = app.parse_args(
-            list(sys.argv[1:] if argv is None else argv), exit_on_error=False, print_error=False
-        )  # fmt: skip
-        code = command(*bound.args, **bound.kwargs)
+        code = _parsed(list(sys.argv[1:] if argv is None else argv))()
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except (UserError, CycloptsError) as error:
-        print(f"error: {_one_line(error)}", file=sys.stderr)
+        hint = " (a prompt of several words needs quotes)" if isinstance(error, UnusedCliTokensError) else ""
+        print(f"error: {_one_line(error)}{hint}", file=sys.stderr)
         return USAGE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

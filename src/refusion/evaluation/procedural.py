@@ -523,8 +523,9 @@ def _check_code(item: Item, text: str) -> bool:
     Single numbers show every threshold and constant; long lists show what is taken, dropped and put in order.
     """
     rng = random.Random(item.prompt)
-    inputs = [[], *([number] for number in range(-9, 61))]
-    inputs += [[rng.randint(-9, top) for _ in range(size)] for size in (2, 3, 4, 6, 9, 12, 15, 30, 60, 110) for top in (20, 60)]
+    inputs = [[], *([number] for number in range(-60, 100))]
+    for low, high in ((-9, 20), (-9, 60), (20, 99)):
+        inputs += [[rng.randint(low, high) for _ in range(size)] for size in (2, 3, 4, 6, 9, 12, 15, 30, 60, 110, 200)]
     expected = []
     for values in inputs:
         current: Any = list(values)

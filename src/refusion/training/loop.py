@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import pickle
 import shutil
 import signal
 import time
@@ -165,7 +164,7 @@ class Run:
             self.step, self.tokens, self.best = state["step"], state["tokens"], state["best"]
         except FileNotFoundError:
             raise UserError(f"nothing to resume: {path} does not exist") from None
-        except (RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError) as error:
+        except Exception as error:  # torch's unpickler has no error of its own: IndexError, EOFError, RuntimeError, ...
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise UserError(f"{path} is broken or does not fit the recipe: {reason}") from None
         _truncate_metrics(self.out / "metrics.jsonl", self.step)
@@ -253,8 +252,8 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, device: str = "cpu
                 began, tokens = time.monotonic(), run.tokens
                 run.log({"step": run.step, **report, "tokens": run.tokens, "tokens_per_second": round(speed, 1)})
                 progress.update(run.step, f"loss {report['loss']:.3f}  {speed:,.0f} tokens/s")
-            stop = interrupted()
             _measure(run, decode, done)
+            stop = interrupted()
             if run.step % settings.save_every == 0 or done or stop:
                 run.save("last")
             if stop:
