@@ -273,7 +273,7 @@ class _Oracle:
         return self.drawn(allowed, self.number(turn, position))
 
     def drawn(self, allowed: Tensor, u: float) -> int:
-        from refusion.methods.base import Shaping
+        from refusion.sampling import Shaping
         from refusion.sampling import draw
 
         s = self.settings

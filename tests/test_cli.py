@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -262,7 +263,24 @@ def test_train_writes_a_model_that_generates(
     assert set(json.loads(capsys.readouterr().out)) == RESULT_KEYS
 
 
+def test_an_interrupted_training_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "tiny.toml"
+    recipe.write_text(RECIPE.format(start="nowhere"), encoding="utf-8")
+    monkeypatch.setattr("refusion.training.loop.train", lambda *_, **__: SimpleNamespace(step=1, tokens=99))
+    assert main(["train", str(recipe), "--device", "cpu"]) == 130
+    assert capsys.readouterr().err == "stopped and saved at step 1 of 2; --resume continues\n"
+
+
 # --- the process
+
+
+def test_a_cold_start_does_not_wait_for_the_compiler(trained_folder: Path) -> None:
+    """torch._dynamo and sympy take as long to import as torch itself; drawing initial weights on meta would need them."""
+    command = ["generate", "Max has 20 eggs.", "--model", str(trained_folder), "--max-new-tokens", "4"]
+    code = f"import sys; from refusion.cli import main; main({command}); assert 'torch._dynamo' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120, check=True)
 
 
 def test_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -276,7 +294,8 @@ def test_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 
 @pytest.mark.skipif(os.name != "posix", reason="pipes of POSIX")
 def test_a_reader_that_goes_away_is_no_error() -> None:
-    command = [sys.executable, "-m", "refusion", "examples", "--count", "2000", "--family", "list"]  # more than a pipe holds
+    """It is asked for more than a pipe holds, so that the writer has to notice."""
+    command = [sys.executable, "-m", "refusion", "examples", "--count", "2000", "--family", "list"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.readline()

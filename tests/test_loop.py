@@ -28,7 +28,7 @@ from refusion.training.optim import Optimizers, learning_rate
 from refusion.training.recipe import Recipe, TrainingRecipe, load
 
 TINY = Path(__file__).parent.parent / "recipes" / "tiny.toml"
-FAST = {"data.rows_per_family": "20", "validation.rows": "7", "training.threads": "1", "training.batch_size": "8"}
+FAST = {"data.rows_per_family": "10", "validation.rows": "7", "training.threads": "1", "training.batch_size": "8"}
 METHODS = ("refusion", "autoregressive")
 
 
@@ -179,14 +179,13 @@ def test_the_seed_decides(start: Path, tmp_path: Path) -> None:
 # --- resume
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "optimizer"), [("refusion", "muon"), ("refusion", "adamw"), ("autoregressive", "muon")])
 def test_a_resumed_run_is_bit_for_bit_one_that_was_never_interrupted(
     start: Path, tmp_path: Path, optimizer: str, method: str
 ) -> None:
     settings = {
-        "training__optimizer": optimizer, "objective__method": method, "training__max_steps": "13", "training__micro_batch_size": "5",
-        "validation__every": "4", "validation__decode_every": "1",
+        "training__optimizer": optimizer, "objective__method": method, "training__max_steps": "13",
+        "training__micro_batch_size": "5", "validation__every": "4", "validation__decode_every": "1",
     }  # fmt: skip
     recipe = recipe_of(start, **settings)
     train(recipe, tmp_path / "whole")
@@ -256,7 +255,7 @@ def _child(recipe: Recipe, out: Path, resume: bool) -> None:
 def launch(recipe: Recipe, out: Path, resume: bool) -> BaseProcess:
     """A process that trains. Processes are forked from one that has loaded everything, so they start at once."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["refusion.training.loop"])
+    context.set_forkserver_preload(["refusion.training.loop", "torch._dynamo"])  # optimizers load the latter
     process = context.Process(target=_child, args=(recipe, out, resume))
     process.start()
     return process
@@ -375,15 +374,16 @@ def test_a_line_of_metrics_that_was_cut_short_is_forgotten(start: Path, tmp_path
     assert same_run(tmp_path / "whole", tmp_path / "cut")
 
 
-@pytest.mark.parametrize("name", ["last", "best"])
+@pytest.mark.parametrize(("name", "fails"), [
+    ("last", "torch.save"), ("last", "refusion.models.checkpoint.save_file"), ("best", "refusion.models.checkpoint.save_file"),
+])  # fmt: skip
 def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(
-    start: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+    start: Path, tmp_path: Path, name: str, fails: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "run"
     run = train(recipe_of(start), out)
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-    monkeypatch.setattr(torch, "save", _no_space)
-    monkeypatch.setattr("refusion.models.checkpoint.save_file", _no_space)
+    monkeypatch.setattr(fails, _no_space)
     with pytest.raises(UserError, match="No space left"):
         run.save(name)
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
@@ -439,8 +439,8 @@ def test_a_checkpoint_that_does_not_fit_the_recipe(start: Path, tmp_path: Path) 
 
 
 def test_data_smaller_than_a_batch(start: Path, tmp_path: Path) -> None:
-    text = refusal(recipe_of(start, training__batch_size="141"), tmp_path / "run")
-    assert "training.batch_size (141) is larger than the data (140 rows)" in text
+    text = refusal(recipe_of(start, training__batch_size="71"), tmp_path / "run")
+    assert "training.batch_size (71) is larger than the data (70 rows)" in text
 
 
 def test_no_such_model_to_start_from(tmp_path: Path) -> None:
@@ -504,7 +504,7 @@ def test_wsd_is_stable_and_then_falls_in_a_line() -> None:
 def test_cosine_falls_from_the_rate_to_the_least() -> None:
     rate = rates(schedule="cosine")
     assert rate[10] == 2.0 and rate[55] == pytest.approx(1.0) and 0 < rate[99] < 0.001
-    assert all(a >= b for a, b in zip(rate[9:], rate[10:], strict=False))
+    assert rate[9:] == sorted(rate[9:], reverse=True)
     low = rates(schedule="cosine", min_lr_ratio=0.1)
     assert low[55] == pytest.approx(1.1) and low[99] == pytest.approx(0.2, rel=0.01)
 

@@ -68,9 +68,9 @@ def test_every_setting_of_the_objective_arrives(tmp_path: Path) -> None:
 
 def test_overrides(tmp_path: Path) -> None:
     recipe = load(write(tmp_path, LEAST), {
-        "training.max-steps": "7", "training.lr": "1e-3", "objective.slot_weights": "[1, 2, 3, 4]", "objective.slot-sizes": "[1,2,3,4]",
-        "model.start": "some/folder", "objective.method": "autoregressive", "objective.prompt-loss": "true", "name": '"x"',
-        "validation.every": "0", "training.clip": "2",
+        "training.max-steps": "7", "training.lr": "1e-3", "objective.slot_weights": "[1, 2, 3, 4]", "name": '"x"',
+        "objective.slot-sizes": "[1,2,3,4]", "model.start": "some/folder", "objective.method": "autoregressive",
+        "objective.prompt-loss": "true", "validation.every": "0", "training.clip": "2",
     })  # fmt: skip
     assert (recipe.training.max_steps, recipe.training.lr, recipe.training.clip) == (7, 1e-3, 2.0)
     assert recipe.objective.slot_weights == (1.0, 2.0, 3.0, 4.0) and recipe.objective.slot_sizes == (1, 2, 3, 4)
@@ -119,7 +119,8 @@ def test_a_key_in_the_wrong_section_is_sent_home(tmp_path: Path) -> None:
 
 def test_missing_keys_are_named(tmp_path: Path) -> None:
     for text, key in (
-        ("", "objective"), ('[objective]\nmethod = "refusion"\n', "training"), ("[objective]\n[training]\nmax_steps = 1\n", "objective.method"),
+        ("", "objective"), ('[objective]\nmethod = "refusion"\n', "training"),
+        ("[objective]\n[training]\nmax_steps = 1\n", "objective.method"),
         ('[objective]\nmethod = "refusion"\n[training]\n', "training.max_steps"),
     ):  # fmt: skip
         assert f"missing key {key!r}" in complaint(write(tmp_path, text))

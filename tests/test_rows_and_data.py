@@ -195,24 +195,23 @@ def test_rows_of_like_length_stand_together(store: RowStore) -> None:
 
 
 def test_the_share_of_rows_with_a_gap(store: RowStore) -> None:
+    seen: Counter[str] = Counter()
+
     class Spy:
         losses = HYBRID.losses
-        seen: Counter[str] = Counter()
 
         def row(self, example: Any, rng: np.random.Generator) -> Any:
             short = len(example.answer) < 5 and example.room is None
-            self.seen["short" if short else "question" if example.room is None else "gap"] += 1
+            seen["short" if short else "question" if example.room is None else "gap"] += 1
             return HYBRID.row(example, rng)
 
-    spy = Spy()
-    objective: Objective = spy
+    objective: Objective = Spy()
     batches = Batches(store, objective, 16, 0, infill_fraction=0.1)
     for step in range(99):
         batches.batch(step)
-    gaps, questions = spy.seen["gap"], spy.seen["question"]
-    total = gaps + questions
-    assert abs(gaps - 0.1 * total) < 4 * (0.09 * total) ** 0.5
-    assert spy.seen["short"] > 0  # an answer below 5 tokens has no gap
+    total = seen["gap"] + seen["question"]
+    assert abs(seen["gap"] - 0.1 * total) < 4 * (0.09 * total) ** 0.5
+    assert seen["short"] > 0  # an answer below 5 tokens has no gap
 
 
 def test_rows_in_one_batch_are_corrupted_differently() -> None:

@@ -40,8 +40,8 @@ def test_json_values_come_back_as_they_are(expression: str, value: Any) -> None:
 
 def test_pure_modules_can_be_imported() -> None:
     code = (
-        "from __future__ import annotations\nfrom typing import List\nfrom collections import Counter, namedtuple\nimport math, re\n"
-        "Pair = namedtuple('Pair', 'a b')\n"
+        "from __future__ import annotations\nfrom typing import List\n"
+        "from collections import Counter, namedtuple\nimport math, re\nPair = namedtuple('Pair', 'a b')\n"
         "def f(xs: List[int]): return [math.gcd(*xs), dict(Counter('aab')), Pair(1, 2).b, re.sub('a', 'b', 'aa')]"
     )
     assert answer(code, [4, 6]) == [2, {"a": 2, "b": 1}, 2, "bb"]
@@ -98,7 +98,7 @@ FORBIDDEN = {
     "remove": POSIX + "def f(): return posix.remove('MARK')",
     "limits": "import typing\nr = typing.sys.modules['resource']\ndef f(): return r.setrlimit(r.RLIMIT_AS, (-1, -1))",
     "frames": "import typing\ndef f(): return len(typing.sys._getframe(1).f_locals)",
-    "frames of an error": "def f():\n    try:\n        1 / 0\n    except Exception as e:\n        return len(e.__traceback__.tb_frame.f_code.co_name)",
+    "frames of an error": "def f():\n  try: 1 / 0\n  except Exception as e: return str(e.__traceback__.tb_frame)",
     "frames of a tracer": "import typing\ndef f(): return typing.sys.settrace(lambda *a: None)",
     "exit quietly": POSIX + "def f(): posix._exit(0)",
     "crash": POSIX + "def f(): posix.abort()",
@@ -137,7 +137,8 @@ def test_what_does_not_end_is_stopped(name: str) -> None:
 
 def test_a_flood_of_results_is_stopped_long_before_the_time_is_up() -> None:
     began = time.monotonic()
-    flood = POSIX + "def f():\n    while True:\n        for fd in range(3, 20):\n            try: posix.write(fd, b'x' * 100_000)\n            except OSError: pass"
+    write = "for fd in range(3, 20):\n      try: posix.write(fd, b'x' * 100_000)\n      except OSError: pass"
+    flood = f"{POSIX}def f():\n  while True:\n    {write}"
     assert answer(flood, seconds=30) is None
     assert time.monotonic() - began < 10
 
@@ -148,8 +149,8 @@ def test_memory_is_limited(expression: str) -> None:
 
 
 def test_printing_and_closing_stdout_change_nothing() -> None:
-    code = POSIX + "def f():\n    print('[9]')\n    typing.sys.stdout.close()\n    for fd in (0, 1, 2): posix.close(fd)\n    return 5"
-    assert answer(code) == 5
+    body = ("print('[9]')", "typing.sys.stdout.close()", "for fd in (0, 1, 2): posix.close(fd)", "return 5")
+    assert answer("\n    ".join([POSIX + "def f():", *body])) == 5
 
 
 FORGERIES = {

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from refusion.cache import KeyValueCache
-from refusion.methods.base import Shaping
-from refusion.sampling import draw, draw_rows, uniform
+from refusion.sampling import Shaping, draw, draw_rows, uniform
 from refusion.slots import Layout
 
 

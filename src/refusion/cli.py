@@ -12,7 +12,6 @@ import json
 import os
 import shlex
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import field, fields, make_dataclass, replace
@@ -206,7 +205,7 @@ def _delay(live: bool, given: float | None) -> float | None:
 
 
 def _write(model: Model, prompt: str, config: Config, raw: bool, delay: float | None) -> Result:
-    """Generate, shown live if asked for. The time that showing takes is no time of the model's."""
+    """Generate, shown live if asked for."""
     if delay is None:
         return model.generate(prompt, config, raw)
     from refusion.live import LiveView
@@ -214,18 +213,14 @@ def _write(model: Model, prompt: str, config: Config, raw: bool, delay: float | 
     full = model.settings(config)
     eos = () if full.ignore_eos else model.folder.eos_token_ids
     view = LiveView(model.tokenizer.decode, slot_size=getattr(full, "slot_size", None), eos=eos, delay=delay)
-    stream, seconds = model.stream(prompt, config, raw), 0.0
+    stream = model.stream(prompt, config, raw)
     with view:
         while True:
-            began = time.perf_counter()
             try:
-                event = next(stream)
+                view.add(next(stream))
             except StopIteration as end:
                 result: Result = end.value
-                seconds += time.perf_counter() - began
-                return replace(result, stats=replace(result.stats, seconds=seconds))
-            seconds += time.perf_counter() - began
-            view.add(event)
+                return result
 
 
 def _show(result: Result, as_json: bool) -> None:
@@ -442,11 +437,10 @@ def info(
 
 
 def _describe(name: str) -> dict[str, Any]:
-    from refusion.models.checkpoint import read_config
+    from refusion.models.checkpoint import read_config, resolve_folder
     from refusion.models.tokenizer import Tokenizer
-    from refusion.training.suite import model_folder
 
-    folder = model_folder(name)
+    folder = resolve_folder(name)
     config, tokenizer = read_config(folder), Tokenizer.from_folder(folder)
     slots = config.mask_token_id is not None and config.defaults.get("method") != "autoregressive"
     wanted = DecodeConfig() if slots else AutoregressiveConfig()

@@ -13,7 +13,7 @@ from typing import Any, overload
 
 import torch
 
-from refusion.config import AutoregressiveConfig, DecodeConfig, UserError, nearest
+from refusion.config import AutoregressiveConfig, DecodeConfig, UserError
 from refusion.events import Committed, Event, Finished, to_dict
 from refusion.methods import autoregressive
 from refusion.methods.base import Decoder, Forward, TokenIds
@@ -24,7 +24,6 @@ from refusion.models.runner import Runner, barred_ids
 from refusion.models.tokenizer import Tokenizer
 from refusion.models.transformer import Transformer
 
-WEIGHTS = Path(__file__).parent / "weights"
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 Config = DecodeConfig | AutoregressiveConfig
 
@@ -75,27 +74,13 @@ class Result:
         return out | ({"events": [to_dict(event) for event in self.events]} if events else {})
 
 
-def packaged_models() -> list[str]:
-    """Names of the models that come with the package."""
-    return (
-        sorted(path.name for path in WEIGHTS.iterdir() if (path / "config.json").exists()) if WEIGHTS.is_dir() else []
-    )
-
-
 def load(model: str | Path, device: str | None = None, dtype: str | torch.dtype | None = None) -> Model:
     """Load a model: "nano" or "nano-ar" (they come with the package), a Hugging Face folder, or a hub id.
 
     device: "cpu", "cuda", ...; default: CUDA if there is one. dtype: "float32", "bfloat16" or a torch dtype; default:
     float32 on a CPU, the stored type elsewhere. Raises `UserError` when the folder is missing or broken.
     """
-    packaged = packaged_models()
-    if str(model) in packaged:
-        folder = WEIGHTS / str(model)
-    else:
-        try:
-            folder = resolve_folder(model)
-        except UserError as error:
-            raise UserError(f"{error}{nearest(str(model), packaged)}") from None
+    folder = resolve_folder(model)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     config = read_config(folder)
@@ -205,20 +190,21 @@ class Model:
         return replace(settings, max_new_tokens=room)
 
     def _run(self, prompt: list[int], settings: Config) -> Generator[Event, None, Result]:
-        began = time.perf_counter()
+        clock = _Clock()
         decoder = make_decoder(prompt, settings, self.ids)
         assert settings.max_new_tokens is not None
         runner = Runner(self.transformer, self._barred, len(prompt) + 2 * settings.max_new_tokens)
         fold = _Fold(self.tokenizer, settings.stop or (), () if settings.ignore_eos else self.ids.eos)
         for event in drive(decoder, runner):
             fold.add(event)
-            yield event
+            clock.stop()
+            yield event  # what the consumer does with it is not our time
+            clock.start()
             if fold.stopped:
                 break
         text, tokens, reason = fold.close()
         count = len(tokens) + fold.ended_by_eos
-        seconds = time.perf_counter() - began
-        stats = Stats(len(prompt), count, runner.forwards, runner.rows, fold.rounds, seconds)
+        stats = Stats(len(prompt), count, runner.forwards, runner.rows, fold.rounds, clock.stop())
         return Result(text, tokens, reason, tuple(fold.events), stats, settings.to_dict(), tuple(prompt))
 
 
@@ -258,6 +244,23 @@ def _message(message: Any) -> dict[str, str]:
     if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
         raise UserError(f"prompt message must have 'role' and 'content', got {message!r}")
     return dict(message)
+
+
+class _Clock:
+    """Wall clock that can be stopped; starts running."""
+
+    def __init__(self) -> None:
+        self._sum = 0.0
+        self.start()
+
+    def start(self) -> None:
+        self._since = time.perf_counter()
+
+    def stop(self) -> float:
+        """Seconds that it ran altogether."""
+        self._sum += time.perf_counter() - self._since
+        self._since = time.perf_counter()
+        return self._sum
 
 
 class _Fold:

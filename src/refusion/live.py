@@ -151,7 +151,7 @@ def frame(state: State, width: int, numbers: bool = False) -> Text:
 def _strip(state: State, width: int) -> Text:
     """One cell a slot: the round that wrote it, `?` while it is being written, a dot before."""
     title = "slots written in round "
-    strip, column = Text(title, "dim"), len(title)
+    strip, column = Text().append(title, "dim"), len(title)
     for slot, round in enumerate(state.rounds()):
         cell = str(round) if round is not None else "?" if slot in state.chosen else OPEN
         if column + len(cell) + 1 > width > len(title):
@@ -208,6 +208,7 @@ class LiveView:
     ) -> None:
         if self._live is not None:
             self._live.stop()
+            print(file=self.stream)  # what follows stands apart from the picture
 
     def add(self, event: Event) -> None:
         """Show an event; on a terminal this takes at least half of `delay` for a selection and for a commit."""

@@ -7,12 +7,20 @@ and position alone. So the same seed gives the same text alone, in a batch, and 
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from refusion.methods.base import Shaping
+
+@dataclass(frozen=True)
+class Shaping:
+    """From which distribution drafts are taken. It never changes a probability that is reported (METHOD 4.1)."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
 
 
 def uniform(seed: int, round: int, turn: int, position: int) -> float:

@@ -555,7 +555,7 @@ def _short_list(rng: random.Random, hard: bool) -> tuple[str, str]:
     values = rng.sample(range(100, 1000) if hard else range(10, 100), rng.randint(6, 7))
     words, function = rng.choice((("sort ascending", sorted), ("sort descending", lambda v: sorted(v, reverse=True)),
                                   ("reverse", lambda v: v[::-1])))  # fmt: skip
-    return f"{words} {' '.join(map(str, values))}", " ".join(map(str, function(values)))  # type: ignore[no-untyped-call]
+    return f"{words} {' '.join(map(str, values))}", " ".join(map(str, function(values)))
 
 
 def _pair(rng: random.Random, split: str) -> Item | None:

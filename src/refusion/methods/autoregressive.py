@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from refusion.config import AutoregressiveConfig
 from refusion.events import Committed, Drafted, Finished
-from refusion.methods.base import Decoder, Example, Forward, Loss, Shaping, TokenIds, TrainingRow
-from refusion.sampling import uniform
+from refusion.methods.base import Decoder, Example, Forward, Loss, TokenIds, TrainingRow
+from refusion.sampling import Shaping, uniform
 
 if TYPE_CHECKING:
     import numpy as np

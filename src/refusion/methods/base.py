@@ -18,19 +18,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from refusion.events import Event
+from refusion.sampling import Shaping
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-
-
-@dataclass(frozen=True)
-class Shaping:
-    """From which distribution drafts are taken. It never changes a probability that is reported (METHOD 4.1)."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
 
 
 @dataclass(frozen=True)

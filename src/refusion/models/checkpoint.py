@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from refusion.config import UserError
+from refusion.config import UserError, nearest
 from refusion.models.tokenizer import Tokenizer, one_line, read_json, special_ids
 from refusion.models.transformer import ModelConfig, Transformer
 
@@ -36,11 +36,23 @@ STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  #
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
+WEIGHTS = Path(__file__).parent.parent / "weights"  # the models that come with the package
+
+
+def packaged_models() -> list[str]:
+    """Names of the models that come with the package."""
+    return sorted(path.parent.name for path in WEIGHTS.glob("*/config.json"))
+
+
 def resolve_folder(name_or_path: str | Path) -> Path:
-    """An existing folder, or else a hub id `org/name`, fetched where `huggingface_hub` is installed.
+    """A model's folder: by the name of one that comes with the package, by path, or by hub id `org/name`, fetched where
+    `huggingface_hub` is installed.
 
     Raises `UserError` when there is no such folder, or when the hub has or gives nothing.
     """
+    packaged = packaged_models()
+    if str(name_or_path) in packaged:
+        return WEIGHTS / str(name_or_path)
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return path
@@ -48,7 +60,7 @@ def resolve_folder(name_or_path: str | Path) -> Path:
         raise UserError(f"{path}: is a file, not a model folder")
     name = str(name_or_path)
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name, re.ASCII):
-        raise UserError(f"no such model folder: {name}")
+        raise UserError(f"no such model folder: {name}{nearest(name, packaged)}")
     try:
         from huggingface_hub import snapshot_download
     except ImportError:

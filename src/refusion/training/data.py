@@ -6,10 +6,10 @@ never interrupted. This module knows no model and no loss.
 
 from __future__ import annotations
 
+import array
 import hashlib
 import json
 import os
-from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +44,7 @@ class RowStore:
     def build(pairs: Iterable[tuple[list[int], list[int]]]) -> RowStore:
         """Rows from pairs of prompt and answer ids. Flat arrays from the start: a list of Python's integers of millions of
         tokens takes gigabytes."""
-        flat, bounds = array("I"), array("q")
+        flat, bounds = array.array("I"), array.array("q")
         for prompt, answer in pairs:
             assert answer, "an answer has at least its end-of-sequence"
             start = len(flat)
@@ -126,8 +126,8 @@ def collate(rows: list[TrainingRow], losses: int) -> Batch:
 
     def pad(arrays: list[Ints], value: int) -> Ints:
         out = np.full((len(arrays), width), value, dtype=np.int64)
-        for i, array in enumerate(arrays):
-            out[i, : len(array)] = array
+        for i, values in enumerate(arrays):
+            out[i, : len(values)] = values
         return out
 
     targets = pad([row.targets for row in rows], -1)
@@ -162,7 +162,8 @@ class Batches:
         epoch, index = divmod(step, self.steps_per_epoch)
         if epoch != self._epoch:
             self._epoch, self._plan = epoch, self._make_plan(epoch)
-        return self._plan[index]
+        rows: Ints = self._plan[index]
+        return rows
 
     def _make_plan(self, epoch: int) -> Ints:
         rng = np.random.default_rng([self.seed, 1, epoch])

@@ -32,7 +32,7 @@ from refusion.config import UserError
 from refusion.methods.autoregressive import AutoregressiveObjective
 from refusion.methods.base import Objective, TokenIds
 from refusion.methods.refusion.corrupt import ReFusionObjective
-from refusion.models.checkpoint import load_model, read_config, replaced_folder, save_folder
+from refusion.models.checkpoint import load_model, read_config, replaced_folder, resolve_folder, save_folder
 from refusion.models.tokenizer import Tokenizer
 from refusion.models.transformer import ModelConfig, Transformer
 from refusion.training import suite
@@ -82,7 +82,7 @@ class Run:
     def _model(self) -> tuple[Tokenizer, Transformer]:
         shape = self.recipe.model
         if shape.start is not None:
-            folder = suite.model_folder(shape.start)
+            folder = resolve_folder(shape.start)
             return Tokenizer.from_folder(folder), load_model(folder, self.device, "float32").train()
         data = self.recipe.data
         tokenizer = suite.learn_tokenizer(data.vocabulary, data.seed, min(10_000, data.rows_per_family))
@@ -135,7 +135,10 @@ class Run:
     def _not_finite(self, what: str) -> UserError:
         """Save the global batch of this step, so that it can be looked at, and say where."""
         path, batch = self.out / "nan-batch.npz", self.batches.batch(self.step)
-        np.savez(path, **{f.name: np.asarray(getattr(batch, f.name)) for f in fields(batch)}, step=self.step)
+        np.savez(
+            path, allow_pickle=False, step=self.step, tokens=batch.tokens, positions=batch.positions, targets=batch.targets,
+            losses=batch.losses, weights=batch.weights, counts=np.array(batch.counts),
+        )  # fmt: skip
         return UserError(f"the {what} is not finite at step {self.step}; its batch is in {path}")
 
     def validate(self) -> dict[str, float]:

@@ -8,20 +8,13 @@ from pathlib import Path
 
 from refusion.evaluation import procedural
 from refusion.evaluation.procedural import FAMILIES, Item
-from refusion.models.checkpoint import resolve_folder
 from refusion.models.tokenizer import Tokenizer
 from refusion.training import vocabulary
 from refusion.training.data import RowStore, cached_store
 
-__all__ = ["FAMILIES", "learn_tokenizer", "model_folder", "rows"]
+__all__ = ["FAMILIES", "learn_tokenizer", "rows"]
 
 VERSION = 1  # of the generators; a change of the tasks must change it, so that no stale rows are read
-
-
-def model_folder(name: str) -> Path:
-    """Folder of a model by the name of one that comes with the package, or by path."""
-    packaged = Path(__file__).parent.parent / "weights" / name
-    return packaged if packaged.is_dir() else resolve_folder(name)
 
 
 def learn_tokenizer(size: int, seed: int, per_family: int = 10_000) -> Tokenizer:

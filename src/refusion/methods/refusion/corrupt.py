@@ -74,7 +74,7 @@ class ReFusionObjective:
         for slot in rng.permutation(np.flatnonzero(~masked)):
             self._add_clean(builder, example, answer, slot * size, size)
         for slot in np.flatnonzero(masked):
-            self._add_masked(builder, example, answer, slot * size, size, rng)
+            self._add_masked(builder, example, answer, int(slot) * size, size, rng)
         weight = 1.0 if self.normalisation == "targets" else 1.0 / (p * len(answer))
         return builder.build({MDM: weight})
 

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 
 from refusion.config import DecodeConfig
 from refusion.events import Committed, Drafted, Event, Finished, Selected, Verified
-from refusion.methods.base import Answer, Decoder, Forward, Shaping, TokenIds
+from refusion.methods.base import Answer, Decoder, Forward, TokenIds
 from refusion.methods.refusion.select import choose
 from refusion.methods.refusion.verify import accepted_run, cut_at_end, judge
-from refusion.sampling import uniform
+from refusion.sampling import Shaping, uniform
 from refusion.slots import Layout
 
 Drafts = dict[int, tuple[list[int], float]]  # slot -> drafted tokens, score
