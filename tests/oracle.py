@@ -273,8 +273,7 @@ class _Oracle:
         return self.drawn(allowed, self.number(turn, position))
 
     def drawn(self, allowed: Tensor, u: float) -> int:
-        from refusion.sampling import Shaping
-        from refusion.sampling import draw
+        from refusion.sampling import Shaping, draw
 
         s = self.settings
         assert s.temperature is not None and s.top_k is not None and s.top_p is not None

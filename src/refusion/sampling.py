@@ -23,6 +23,9 @@ class Shaping:
     top_p: float = 1.0
 
 
+GREEDY = Shaping()
+
+
 def uniform(seed: int, round: int, turn: int, position: int) -> float:
     """A number in [0, 1). turn: 0 in select, 1, 2, ... in the turns of complete; position: relative to the response.
 

@@ -160,7 +160,7 @@ def _journey(rng: random.Random, hard: bool) -> Item | None:
     value = rng.randint(5, top)
     opening = "At first {A} owns {n} {item}." if hard else "{A} has {n} {item}."
     text, lines = [opening.format(A=a, n=value, item=item)], [f"start {value}"]
-    for _ in range(5 if hard else rng.choice((2, 3, 3, 4))):
+    for _ in range(4 if hard else rng.choice((2, 3, 3, 4))):
         kind, n = rng.choice(("+", "+", "-", "-", "*")), rng.randint(2, top)
         if kind == "*":
             n = rng.choice((2, 3))
@@ -329,10 +329,11 @@ def _word_ops(rng: random.Random) -> list[ListOp]:
 
 
 def _list(rng: random.Random, split: str) -> Item | None:
-    size = rng.randint(11, 12) if split == "hard" else rng.randint(6, 10)
+    hard = split == "hard"
+    size = rng.randint(11, 12) if hard else rng.randint(6, 10)
     if rng.random() < 0.65:
-        values: Values = rng.sample(range(100, 1000) if split == "hard" else range(10, 100), size)
-        ops, joint = _number_ops(rng, split == "hard"), " "
+        values: Values = rng.sample(range(100, 1000), 10) if hard else rng.sample(range(10, 100), size)
+        ops, joint = _number_ops(rng, hard), " "
     else:
         values, ops, joint = rng.sample(WORDS, size), _word_ops(rng), ", "
     lines, current = [], values
@@ -341,7 +342,7 @@ def _list(rng: random.Random, split: str) -> Item | None:
         lines.append(f"{label}: {joint.join(map(str, current))}")
     if len(current) < 3 or sum(line.count(joint) for line in lines) < 9:
         return None
-    what = "Take the list" if split == "hard" else rng.choice(("List", "Given"))
+    what = "Take the list" if hard else rng.choice(("List", "Given"))
     prompt = f"{what}: {joint.join(map(str, values))}. First {ops[0][0]}, then {ops[1][0]}."
     return Item("list", prompt, "\n".join(lines))
 
@@ -467,7 +468,8 @@ def _sudoku(rng: random.Random, split: str) -> Item | None:
     if fits.bit_count() != 1:  # more than one solution
         return None
     clues = [digit if cell in cells else "0" for cell, digit in enumerate(grid)]
-    prompt = "Solve the sudoku:\n" + "\n".join(" ".join(clues[r : r + 4]) for r in range(0, 16, 4))
+    lead = "Fill in the grid:" if split == "hard" else "Solve the sudoku:"
+    prompt = lead + "\n" + "\n".join(" ".join(clues[r : r + 4]) for r in range(0, 16, 4))
     return Item("sudoku", prompt, "\n".join(" ".join(grid[r : r + 4]) for r in range(0, 16, 4)))
 
 
@@ -552,7 +554,7 @@ def _short_expression(rng: random.Random, hard: bool) -> tuple[str, str]:
 
 
 def _short_list(rng: random.Random, hard: bool) -> tuple[str, str]:
-    values = rng.sample(range(100, 1000) if hard else range(10, 100), rng.randint(6, 7))
+    values = rng.sample(range(100, 1000) if hard else range(10, 100), 6 if hard else rng.randint(6, 7))
     words, function = rng.choice((("sort ascending", sorted), ("sort descending", lambda v: sorted(v, reverse=True)),
                                   ("reverse", lambda v: v[::-1])))  # fmt: skip
     return f"{words} {' '.join(map(str, values))}", " ".join(map(str, function(values)))

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from refusion.events import Event
-from refusion.sampling import Shaping
+from refusion.sampling import GREEDY, Shaping
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,7 +41,7 @@ class Forward:
     drafts: tuple[int, ...] = ()
     checks: tuple[tuple[int, int], ...] = ()
     uniforms: tuple[float, ...] = ()
-    shaping: Shaping = Shaping()
+    shaping: Shaping = GREEDY
     keep: tuple[int, ...] = ()
 
 

@@ -69,7 +69,7 @@ def rows(tokenizer: Tokenizer, files: Sequence[str], context: int, cache: Path, 
     store = cached_store(
         cache / f"{name}.npz",
         fingerprint,
-        lambda: RowStore.build(pair for pair in map(lambda row: encode(tokenizer, row), read_all) if _fits(pair, context)),
+        lambda: RowStore.build(pair for row in read_all if _fits(pair := encode(tokenizer, row), context)),
     )
     if len(store) == 0:
         raise UserError(f"{', '.join(files)}: every row is longer than the context of {context} tokens")

@@ -13,11 +13,13 @@ from `last`, so it does not matter what has become of the folder that a run star
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,11 +37,11 @@ from refusion.methods.refusion.corrupt import ReFusionObjective
 from refusion.models.checkpoint import load_model, read_config, replaced_folder, resolve_folder, save_folder
 from refusion.models.tokenizer import Tokenizer
 from refusion.models.transformer import ModelConfig, Transformer
-from refusion.training import suite
-from refusion.training.data import Batch, Batches, collate
+from refusion.training import files, suite
+from refusion.training.data import Batch, Batches, RowStore, collate
 from refusion.training.optim import Optimizers, learning_rate
 from refusion.training.progress import Progress
-from refusion.training.recipe import ObjectiveRecipe, Recipe
+from refusion.training.recipe import ObjectiveRecipe, Recipe, ignored
 from refusion.training.step import accumulate, evaluate
 
 Decode = Callable[[Transformer, Tokenizer, int], dict[str, float]]
@@ -66,15 +68,14 @@ class Run:
         eos = self.tokenizer.eos_token_id
         assert eos is not None
         self.objective = make_objective(recipe.objective, TokenIds(self.tokenizer.mask_token_id, (eos,)))
-        cache, data = out / "data", recipe.data
-        train = suite.rows(self.tokenizer, "train", data.rows_per_family, data.seed, cache)
-        batch_size = recipe.training.batch_size
+        data, batch_size = recipe.data, recipe.training.batch_size
+        train, self.dropped = self._rows("train")
         if len(train) < batch_size:
             raise UserError(f"training.batch_size ({batch_size}) is larger than the data ({len(train)} rows)")
         self.batches = Batches(
             train, self.objective, batch_size, recipe.training.seed, infill_fraction=data.infill_fraction
         )  # fmt: skip
-        self.validation = self._validation_batches(cache)
+        self.validation = self._validation_batches()
         self.optimizers = Optimizers(self.model, recipe.training)
         if resume:
             self._restore()
@@ -106,8 +107,18 @@ class Run:
                 )
         return Tokenizer.from_folder(last), load_model(last, self.device, "float32").train()
 
-    def _validation_batches(self, cache: Path) -> list[Batch]:
-        rows = suite.rows(self.tokenizer, "validation", -(-self.recipe.validation.rows // len(suite.FAMILIES)), 0, cache)
+    def _rows(self, split: str) -> tuple[RowStore, int]:
+        """Training or validation rows, of the suite or of files, and how many were too long."""
+        data, cache = self.recipe.data, self.out / "data"
+        paths = data.train if split == "train" else data.validation
+        if paths is not None:
+            return files.rows(self.tokenizer, paths, self.model.config.max_position_embeddings, cache, split)
+        if split == "train":
+            return suite.rows(self.tokenizer, split, data.rows_per_family, data.seed, cache), 0
+        return suite.rows(self.tokenizer, split, -(-self.recipe.validation.rows // len(suite.FAMILIES)), 0, cache), 0
+
+    def _validation_batches(self) -> list[Batch]:
+        rows, _ = self._rows("validation")
         size = min(64, len(rows))
         batches = Batches(rows, self.objective, size, 12345)
         return [collate(list(batches.rows(i)), len(self.objective.losses)) for i in range(batches.steps_per_epoch)]
@@ -230,6 +241,23 @@ def _prepare(recipe: Recipe, out: Path, resume: bool) -> bool:
     return last.exists()
 
 
+@contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """Hold the run's folder: two processes in it would disturb each other. A killed process holds nothing."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock = os.open(out, os.O_RDONLY)
+    except OSError as error:
+        raise UserError(f"{out}: cannot be written ({error.strerror})") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise UserError(f"{out} is in use by another process") from None
+    finally:
+        os.close(lock)
+
+
 def _write_recipe(recipe: Recipe, out: Path) -> None:
     (out / "recipe.json").write_text(json.dumps(asdict(recipe), indent=1) + "\n", encoding="utf-8")
 
@@ -241,8 +269,21 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, device: str = "cpu
     Raises `UserError` when `out` holds a run already and `resume` is not set, when there is nothing to resume or it does not
     fit the recipe, and when the loss is not finite any more.
     """
-    run = Run(recipe, out, device, resume=_prepare(recipe, out, resume))
-    _write_recipe(recipe, out)
+    for name in ignored(recipe):
+        print(f"note: {name} has no effect with {recipe.objective.method}", file=sys.stderr)
+    if resume and not out.exists():
+        raise UserError(f"nothing to resume: {out} holds no run")
+    with _alone(out):
+        run = Run(recipe, out, device, resume=_prepare(recipe, out, resume))
+        if run.dropped:
+            print(f"note: {run.dropped:,} rows are longer than the context and were dropped", file=sys.stderr)
+        _write_recipe(recipe, out)
+        _loop(run, decode if recipe.data.train is None else None)
+    return run
+
+
+def _loop(run: Run, decode: Decode | None) -> None:
+    recipe, out = run.recipe, run.out
     settings = recipe.training
     progress = Progress(recipe.name or out.name, settings.max_steps, run.step)
     with _interruptible() as interrupted:
@@ -262,7 +303,6 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, device: str = "cpu
             if stop:
                 break
     progress.close()
-    return run
 
 
 def _measure(run: Run, decode: Decode | None, done: bool) -> None:

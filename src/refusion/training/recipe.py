@@ -22,6 +22,8 @@ class DataRecipe:
     """What is trained on."""
 
     suite: str = "nano"  # the procedural suite
+    train: tuple[str, ...] | None = None  # JSON Lines files instead of the suite, {"prompt", "response"} a line
+    validation: tuple[str, ...] | None = None  # the same to validate on
     rows_per_family: int = 50_000
     seed: int = 0
     infill_fraction: float = 0.0  # rows with text after the gap
@@ -108,6 +110,10 @@ class Recipe:
                 _check(label, entry.name, getattr(section, entry.name))
         if self.training.lr == 0:
             raise UserError("training.lr must be greater than 0, got 0.0")
+        if (self.data.train is None) != (self.data.validation is None):
+            raise UserError("data.train and data.validation must be given together")
+        if self.data.train is not None and self.model.start is None:
+            raise UserError("data.train needs model.start: a vocabulary is learnt on the suite only")
         weights, sizes = self.objective.slot_weights, self.objective.slot_sizes
         if not sizes:
             raise UserError("objective.slot_sizes must not be empty")
@@ -118,6 +124,18 @@ class Recipe:
         heads, groups = self.model.num_attention_heads, self.model.num_key_value_heads
         if heads % groups:
             raise UserError(f"model.num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({groups})")
+
+
+def ignored(recipe: Recipe) -> list[str]:
+    """Settings that were given and have no effect, by their full names."""
+    method = recipe.objective.method
+    idle = [f.name for f in fields(ObjectiveRecipe) if f.name not in ("method", "prompt_loss")]
+    idle = idle if method == "autoregressive" else ["prompt_loss"]
+    names = [f"objective.{f.name}" for f in fields(ObjectiveRecipe)
+             if f.name in idle and getattr(recipe.objective, f.name) != f.default]  # fmt: skip
+    if method == "autoregressive" and recipe.data.infill_fraction and recipe.objective.prompt_loss:
+        names.append("data.infill_fraction")
+    return names
 
 
 CHOICES: dict[str, tuple[str, ...]] = {
