@@ -45,7 +45,7 @@ def clerk() -> Clerk:
 
 
 def test_report(clerk: Clerk) -> None:
-    seen: list[tuple[int, int]] = []
+    seen: list[tuple[int, int, str]] = []
     report = evaluate(clerk, "nano", "test", 6, DecodeConfig(slot_size=4), lambda *x: seen.append(x))  # type: ignore[arg-type]
     count = len(procedural.FAMILIES) * 6
     assert report["accuracy"] == pytest.approx(1 / 3)
@@ -55,7 +55,7 @@ def test_report(clerk: Clerk) -> None:
     assert report["stderr"] == pytest.approx((1 / 3 * 2 / 3 / count) ** 0.5)
     assert report["settings"]["slot_size"] == 4 and len(clerk.configs) == 1, "one setting for all families"
     assert report["out_of_order"] == pytest.approx(0.5)
-    assert seen[-1] == (count, count) and len(seen) == count
+    assert seen[-1] == (count, count, "") and len(seen) == count
 
 
 def test_the_first_items_are_the_same_for_any_limit(clerk: Clerk) -> None:

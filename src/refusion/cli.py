@@ -22,6 +22,7 @@ from cyclopts import App, CycloptsError, Group, Parameter, UnknownOptionError, U
 
 from refusion import __version__
 from refusion.config import AutoregressiveConfig, DecodeConfig, UserError, nearest
+from refusion.progress import bar
 
 if TYPE_CHECKING:
     from refusion.generate import Config, Model, Result
@@ -293,7 +294,7 @@ def evaluate(
 
     loaded = _load(model, device, dtype, threads)
     config = _config(given, method, loaded)
-    with _progress("tasks") as progress:
+    with bar("tasks") as progress:
         report = evaluation.evaluate(loaded, suite, split, limit, config, progress)
     print(globals()["json"].dumps(report) if json else "\n".join(_table(report)))
 
@@ -311,21 +312,6 @@ def _table(report: dict[str, Any]) -> Iterator[str]:
     if "out_of_order" in report:
         yield f"{report['out_of_order']:.0%} of the answers of 3 slots or more were written out of order"
     yield "settings: " + _assignments(report["settings"])
-
-
-@contextmanager
-def _progress(label: str) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on stderr while it is a terminal; nothing elsewhere."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(label, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 # --- train
@@ -356,7 +342,9 @@ def train(
 
     place = _train_device(device, torch)
     folder = out or Path("runs") / (plan.name or recipe.stem)
-    run = loop.train(plan, folder, resume=resume, device=place, decode=_validation(plan.objective.method))
+    decode = _validation(plan.objective.method)
+    with bar(plan.name or folder.name) as progress:
+        run = loop.train(plan, folder, resume=resume, device=place, decode=decode, progress=progress)
     steps = plan.training.max_steps
     if run.step < steps:
         print(f"stopped and saved at step {run.step} of {steps}; --resume continues", file=sys.stderr)

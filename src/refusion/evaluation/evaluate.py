@@ -63,11 +63,11 @@ def out_of_order(events: tuple[Event, ...], tokens: int) -> bool:
 
 def evaluate(
     model: Model, suite: str = "nano", split: str = "test", limit: int = 100, config: Config | None = None,
-    progress: Callable[[int, int], None] | None = None, families: tuple[str, ...] | None = None,
+    progress: Callable[[int, int, str], None] | None = None, families: tuple[str, ...] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Answer the first `limit` tasks of every family and judge them.
 
-    progress: called with (done, total) after every answer. Raises `UserError` for an unknown suite or split.
+    progress: called with (done, total, note) after every answer. Raises `UserError` for an unknown suite or split.
     """
     if suite not in SUITES:
         raise UserError(f"unknown suite {suite!r}; there is {', '.join(SUITES)}{nearest(suite, SUITES)}")
@@ -84,7 +84,7 @@ def evaluate(
             whole.add(result, right)
             done += 1
             if progress is not None:
-                progress(done, limit * len(chosen))
+                progress(done, limit * len(chosen), "")
     return _report(model, tallies, whole, config, suite, split)
 
 

@@ -40,11 +40,11 @@ from refusion.models.transformer import ModelConfig, Transformer
 from refusion.training import files, suite
 from refusion.training.data import Batch, Batches, RowStore, collate
 from refusion.training.optim import Optimizers, learning_rate
-from refusion.training.progress import Progress
 from refusion.training.recipe import ObjectiveRecipe, Recipe, ignored
 from refusion.training.step import accumulate, evaluate
 
 Decode = Callable[[Transformer, Tokenizer, int], dict[str, float]]
+Progress = Callable[[int, int, str], None]  # steps done, steps in all, a note
 
 
 def make_objective(recipe: ObjectiveRecipe, ids: TokenIds) -> Objective:
@@ -262,9 +262,13 @@ def _write_recipe(recipe: Recipe, out: Path) -> None:
     (out / "recipe.json").write_text(json.dumps(asdict(recipe), indent=1) + "\n", encoding="utf-8")
 
 
-def train(recipe: Recipe, out: Path, *, resume: bool = False, device: str = "cpu", decode: Decode | None = None) -> Run:
+def train(
+    recipe: Recipe, out: Path, *, resume: bool = False, device: str = "cpu", decode: Decode | None = None,
+    progress: Progress | None = None,
+) -> Run:  # fmt: skip
     """Run a recipe in folder `out`. `decode(model, tokenizer, limit)` measures accuracy by decoding, if the recipe asks for it.
 
+    `progress(done, total, note)` is told how far it has come, every `log_every` steps.
     Ctrl-C or SIGTERM: the step is finished and saved, and the run returned as it is, with `step` below `max_steps`.
     Raises `UserError` when `out` holds a run already and `resume` is not set, when there is nothing to resume or it does not
     fit the recipe, and when the loss is not finite any more.
@@ -278,14 +282,12 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, device: str = "cpu
         if run.dropped:
             print(f"note: {run.dropped:,} rows are longer than the context and were dropped", file=sys.stderr)
         _write_recipe(recipe, out)
-        _loop(run, decode if recipe.data.train is None else None)
+        _loop(run, decode if recipe.data.train is None else None, progress or (lambda done, total, note: None))
     return run
 
 
-def _loop(run: Run, decode: Decode | None) -> None:
-    recipe, out = run.recipe, run.out
-    settings = recipe.training
-    progress = Progress(recipe.name or out.name, settings.max_steps, run.step)
+def _loop(run: Run, decode: Decode | None, progress: Progress) -> None:
+    settings = run.recipe.training
     with _interruptible() as interrupted:
         began, tokens = time.monotonic(), run.tokens
         while run.step < settings.max_steps:
@@ -295,14 +297,13 @@ def _loop(run: Run, decode: Decode | None) -> None:
                 speed = (run.tokens - tokens) / (time.monotonic() - began)
                 began, tokens = time.monotonic(), run.tokens
                 run.log({"step": run.step, **report, "tokens": run.tokens, "tokens_per_second": round(speed, 1)})
-                progress.update(run.step, f"loss {report['loss']:.3f}  {speed:,.0f} tokens/s")
+                progress(run.step, settings.max_steps, f"loss {report['loss']:.3f}  {speed:,.0f} tokens/s")
             _measure(run, decode, done)
             stop = interrupted()
             if run.step % settings.save_every == 0 or done or stop:
                 run.save("last")
             if stop:
                 break
-    progress.close()
 
 
 def _measure(run: Run, decode: Decode | None, done: bool) -> None:
