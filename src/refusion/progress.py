@@ -32,7 +32,8 @@ def bar(label: str) -> Iterator[Report]:
 
 
 class _Lines:
-    """Lines such as `nano  120/3000  0:42:10 left  loss 0.812`, at most one in `QUIET` seconds, and one at the end."""
+    """Lines such as `nano  120/3000  0:42:10 left  loss 0.812`, at most one in `QUIET` seconds, and one at the end
+    of long work."""
 
     def __init__(self, label: str) -> None:
         self.label, self._first, self._printed = label, 0, 0.0
@@ -43,7 +44,8 @@ class _Lines:
         if self._began is None:  # work may be resumed: the pace is that of what is done from here on
             self._began = self._printed = now
             self._first = done
-        if now - self._printed < QUIET and done < total:
+        last = done >= total and now - self._began >= QUIET  # short work needs no line at all
+        if now - self._printed < QUIET and not last:
             return
         self._printed = now
         pace = (now - self._began) / max(1, done - self._first)
