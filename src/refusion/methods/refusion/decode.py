@@ -39,9 +39,9 @@ def decode(prompt: Sequence[int], settings: DecodeConfig, ids: TokenIds, *, fuse
         while state.open_slots(block):
             yield from state.select(block)
             chosen = yield from state.choose()
-            yield from state.verify(chosen, block)
-            if state.unsettled:
-                yield from state.complete(chosen)
+            unfinished = yield from state.verify(chosen, block)
+            if unfinished:
+                yield from state.complete(unfinished)
             state.round += 1
     yield state.finished()
 
@@ -67,13 +67,11 @@ class _Decoding:
     ids: TokenIds
     fuse: bool
     round: int = 0
-    unsettled: bool = False  # the last verify committed nothing
     drafts: Drafts = field(default_factory=dict)  # of the slots that are open, for the coming round
     _written: dict[int, int] = field(default_factory=dict)  # position -> token
     _done: set[int] = field(default_factory=set)  # slots
     _end: int | None = None  # position of the first end-of-sequence
     _keep: tuple[int, ...] = ()
-    _kept: dict[int, int] = field(default_factory=dict)  # slot -> length of its own accepted run, from the joint verify
 
     def __post_init__(self) -> None:
         s = self.settings
@@ -106,9 +104,7 @@ class _Decoding:
             answer = yield from self._forward(rows)
             self._keep, self._pending = tuple(range(len(self._pending))), []
             self._read_drafts(answer, rows.positions[first:])
-        for slot, (tokens, _) in self.drafts.items():
-            assert len(tokens) == len(self.layout.positions(slot))
-        yield self._drafted
+        yield Drafted(self.round, *self._drafted)
 
     def choose(self) -> Generator[Forward | Event, Answer | None, list[int]]:
         """The slots over the slot threshold, or the best one."""
@@ -118,8 +114,9 @@ class _Decoding:
         yield Selected(self.round, tuple(chosen), tuple(self.drafts[slot][1] for slot in chosen))
         return chosen
 
-    def verify(self, chosen: list[int], block: int) -> Part:
-        """One forward over all chosen drafts; commits the leading whole slots, or all up to an accepted end."""
+    def verify(self, chosen: list[int], block: int) -> Generator[Forward | Event, Answer | None, list[_Slot]]:
+        """One forward over all chosen drafts; commits the leading whole slots, or all up to an accepted end. If there is
+        nothing to commit, returns the chosen slots with the tokens that each may keep."""
         rows = _Rows()
         for slot in chosen:
             rows.add_checked(self.drafts[slot][0], self.layout.positions(slot).start, 0)
@@ -131,18 +128,17 @@ class _Decoding:
         lengths = [len(self.layout.positions(slot)) for slot in chosen]
         verdict = judge(tokens, probabilities, lengths, self.token_threshold, self.eos)
         yield self._verified(positions, tokens, probabilities, verdict.accepted)
-        self.drafts, self.unsettled = {}, verdict.committed == 0
-        if self.unsettled:
-            self._kept = self._own_runs(chosen, tokens, probabilities)
-            return
+        self.drafts = {}
+        if not verdict.committed:
+            return self._begun(chosen, tokens, probabilities)
         self._keep = tuple(range(verdict.committed))
         yield self._commit(positions[: verdict.committed], tokens[: verdict.committed])
         if verdict.committed == len(tokens) and not verdict.ended:
             self._read_drafts(answer, rows.positions[len(tokens) :])
+        return []
 
-    def complete(self, chosen: list[int]) -> Part:
+    def complete(self, slots: list[_Slot]) -> Part:
         """Finish every chosen slot on its own: re-draft what follows its accepted run, verify, until all are full."""
-        slots = self._begun(chosen)
         turn = 0
         while not all(slot.full for slot in slots):
             turn += 1
@@ -154,24 +150,17 @@ class _Decoding:
 
     # --- complete, in detail ---
 
-    def _own_runs(self, chosen: list[int], tokens: list[int], probabilities: list[float | None]) -> dict[int, int]:
-        runs, start = {}, 0
-        for slot in chosen:
-            end = start + len(self.layout.positions(slot))
-            runs[slot] = accepted_run(probabilities[start:end], self.token_threshold)
-            self.drafts[slot] = (tokens[start:end], 0.0)
-            start = end
-        return runs
-
-    def _begun(self, chosen: list[int]) -> list[_Slot]:
-        """The chosen slots with the runs that the joint verify left them."""
-        slots = []
+    def _begun(self, chosen: list[int], tokens: list[int], probabilities: list[float | None]) -> list[_Slot]:
+        """The chosen slots, each with its own leading run of accepted tokens, as the joint verify saw them."""
+        slots, first = [], 0
         for index in chosen:
             positions = self.layout.positions(index)
+            end = first + len(positions)
+            run = accepted_run(probabilities[first:end], self.token_threshold)
             slot = _Slot(index, positions.start, len(positions), [], False)
-            self._extend(slot, self.drafts[index][0][: self._kept[index]])
+            self._extend(slot, tokens[first : first + run])
             slots.append(slot)
-        self.drafts = {}
+            first = end
         return _until_ended(slots, self.eos)
 
     def _extend(self, slot: _Slot, tokens: Sequence[int]) -> None:
@@ -252,7 +241,7 @@ class _Decoding:
     def _read_drafts(self, answer: Answer, positions: Sequence[int]) -> None:
         """Answers at masked positions -> drafts by slot; the score is the first position's probability."""
         self.drafts = {}
-        self._drafted: Event = Drafted(self.round, tuple(positions), answer.tokens, answer.probabilities)
+        self._drafted = (tuple(positions), answer.tokens, answer.probabilities)
         for position, token, probability in zip(positions, answer.tokens, answer.probabilities, strict=True):
             slot = self.layout.slot_of(position)
             if slot in self.drafts:
