@@ -24,7 +24,7 @@ help:  ## show this
 demo: $(VENV)/.installed  ## install, and watch the bundled model write an answer (PROMPT="..." for another one)
 	@echo
 	@echo '$$ refusion generate --live --compare "$(PROMPT)"'
-	@$(BIN)/refusion generate --live --compare "$(PROMPT)"
+	@$(BIN)/refusion generate --live --live-delay 0.8 --compare "$(PROMPT)"
 
 install: $(VENV)/.installed  ## install the package into .venv
 

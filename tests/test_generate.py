@@ -108,6 +108,7 @@ def test_stop_strings_cut_text_and_tokens(model: refusion.Model, config: Any, st
     assert model.tokenizer.decode(cut.token_ids) == cut.text[: len(model.tokenizer.decode(cut.token_ids))]
     assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
     assert cut.stats.tokens == len(cut.token_ids)
+    assert cut.events[-1] == Finished("stop", cut.token_ids, False), "the events end where the text ends"
     assert cut.stats.forwards <= whole.stats.forwards
 
 
@@ -179,6 +180,10 @@ def test_context(model: refusion.Model) -> None:
         ([1.5], "1.5"),
         ([{"role": "user"}], "content"),
         (7, "int"),
+        (b"abc", "bytes"),
+        ("\ud800", "Unicode"),
+        ("  \n", "empty"),
+        ([{"role": "user", "content": 3}], "content"),
     ],
 )
 def test_bad_prompts(model: refusion.Model, prompt: Any, word: str) -> None:
@@ -201,6 +206,11 @@ def test_bad_settings_name_the_setting(settings: dict[str, Any], word: str) -> N
     with pytest.raises(UserError, match=word) as caught:
         SLOTS(**settings)
     assert "\n" not in str(caught.value)
+
+
+def test_config_must_be_a_config(model: refusion.Model) -> None:
+    with pytest.raises(UserError, match="dict"):
+        model.generate("x", {"slot_size": 8})  # type: ignore[call-overload]
 
 
 def test_one_of_slot_and_block_alone_fits_itself() -> None:

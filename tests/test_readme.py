@@ -49,6 +49,10 @@ def test_files_and_folders_in_the_tree_exist() -> None:
         assert (ROOT / name).exists(), name
 
 
+def test_nothing_is_left_to_fill_in() -> None:
+    assert "@@" not in README
+
+
 def test_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in re.findall(r"^    make (\S+)", README, re.M):

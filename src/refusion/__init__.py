@@ -1,4 +1,4 @@
-"""ReFusion: slot-parallel diffusion language models. Train, decode, measure, serve.
+"""ReFusion: slot-parallel diffusion language models. Train, decode, measure.
 
     import refusion
     model = refusion.load("nano")

@@ -36,17 +36,27 @@ def _strings(stop: Any) -> tuple[str, ...]:
 C = TypeVar("C", bound="GenerationConfig")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GenerationConfig:
-    """What every way of decoding understands."""
+    """What every way of decoding understands.
 
-    max_new_tokens: int | None = None  # response budget n, end-of-sequence token included
-    temperature: float | None = None  # 0 = greedy; shapes from which distribution a draft is taken (METHOD 4.1)
-    top_k: int | None = None  # draw from the k most likely tokens; 0 = off
-    top_p: float | None = None  # draw from the smallest set with at least this probability; 1 = off
-    seed: int | None = None  # of every draw; the same seed gives the same text, alone or in a batch
-    stop: tuple[str, ...] | None = None  # strings that end the text; they are not part of it
-    ignore_eos: bool | None = None  # treat end-of-sequence as an ordinary token
+    Attributes (None: unset, see `resolve`):
+        max_new_tokens: response budget n in tokens, at least 1, end-of-sequence included.
+        temperature: 0 is greedy; above, from which distribution drafts are taken (docs/algorithm.md, "Sampling").
+        top_k: draw from the k likeliest tokens; 0 is off.
+        top_p: draw from the smallest set of tokens with at least this probability; 1 is off.
+        seed: of every draw; the same seed gives the same text, alone or in a batch.
+        stop: strings that end the text; they are not part of it.
+        ignore_eos: treat end-of-sequence as an ordinary token.
+    """
+
+    max_new_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] | None = None
+    ignore_eos: bool | None = None
 
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
         "max_new_tokens": 128, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0, "stop": (), "ignore_eos": False,
@@ -103,19 +113,26 @@ class GenerationConfig:
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items() if v is not None}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AutoregressiveConfig(GenerationConfig):
     """Token by token, left to right."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DecodeConfig(GenerationConfig):
-    """Slot-parallel decoding: select and infill (METHOD 4)."""
+    """Slot-parallel decoding: select and infill (docs/algorithm.md, "A round"). On top of `GenerationConfig`:
 
-    slot_size: int | None = None  # k, tokens per slot
-    block_size: int | None = None  # b, tokens per serial block; a block holds floor(b / k) slots
-    slot_threshold: float | None = None  # tau_slot: choose slots whose first drafted token is likelier than this
-    token_threshold: float | None = None  # tau_token: accept drafted tokens verified as likelier than this
+    Attributes (None: unset, see `resolve`):
+        slot_size: k, tokens per slot.
+        block_size: b >= k, tokens per serial block; a block holds floor(b / k) slots.
+        slot_threshold: choose slots whose first drafted token is likelier than this, 0 to 1.
+        token_threshold: accept drafted tokens that are verified as likelier than this, 0 to 1.
+    """
+
+    slot_size: int | None = None
+    block_size: int | None = None
+    slot_threshold: float | None = None
+    token_threshold: float | None = None
 
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
         **GenerationConfig.DEFAULTS, "slot_size": 8, "block_size": 32, "slot_threshold": 0.9, "token_threshold": 0.4,

@@ -31,12 +31,13 @@ class Selected:
 
 @dataclass(frozen=True)
 class Verified:
-    """Probabilities of drafted tokens given what stands before them; the first `accepted` of the row hold."""
+    """Probabilities of drafted tokens given what stands before them; the first `accepted` of the row hold. None: the
+    token was not checked, since its selection (in complete: its being the first re-drafted one) accepted it."""
 
     round: int
     positions: tuple[int, ...]
     tokens: tuple[int, ...]
-    probabilities: tuple[float, ...]
+    probabilities: tuple[float | None, ...]
     accepted: int
 
 

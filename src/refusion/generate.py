@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, overload
 
@@ -60,10 +60,10 @@ class Result:
     text: str
     token_ids: tuple[int, ...]  # without end-of-sequence, cut before a stop string
     finish_reason: str  # "stop" (end-of-sequence or stop string) or "length"
-    events: tuple[Event, ...]
+    events: tuple[Event, ...] = field(repr=False)
     stats: Stats
     settings: dict[str, Any]
-    prompt_ids: tuple[int, ...]
+    prompt_ids: tuple[int, ...] = field(repr=False)
 
     def to_dict(self, events: bool = False) -> dict[str, Any]:
         """Plain JSON values."""
@@ -105,8 +105,14 @@ class Model:
         """Whether slots can be decoded: an autoregressive folder has no mask token."""
         return self.ids.mask is not None
 
+    def __repr__(self) -> str:
+        weight = self.transformer.lm_head.weight
+        return f"Model({self.name!r}, {self.folder.parameters:,} parameters, {weight.dtype}, {weight.device})"
+
     @overload
     def generate(self, prompt: str, config: Config | None = None, raw: bool = False) -> Result: ...
+    @overload
+    def generate(self, prompt: list[str], config: Config | None = None, raw: bool = False) -> list[Result]: ...
     @overload
     def generate(self, prompt: Any, config: Config | None = None, raw: bool = False) -> Any: ...
     def generate(self, prompt: Any, config: Config | None = None, raw: bool = False) -> Any:
@@ -135,6 +141,8 @@ class Model:
     def settings(self, config: Config | None = None) -> Config:
         """The settings with nothing unset."""
         defaults = self.folder.defaults
+        if config is not None and not isinstance(config, DecodeConfig | AutoregressiveConfig):
+            raise UserError(f"config must be a DecodeConfig or an AutoregressiveConfig, got {type(config).__name__}")
         if config is None:
             wants_slots = self.has_mask and defaults.get("method") != "autoregressive"
             config = DecodeConfig() if wants_slots else AutoregressiveConfig()
@@ -148,8 +156,9 @@ class Model:
     def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
         """Prompt to token ids, as `generate` does it."""
         if isinstance(prompt, str):
-            if not prompt:
+            if not (prompt if raw else prompt.strip()):
                 raise UserError("prompt must not be empty")
+            _check_text(prompt)
             if raw or not self.tokenizer.has_chat_template:
                 ids = self.tokenizer.encode(prompt, add_special_tokens=True)
             else:
@@ -197,13 +206,17 @@ class Model:
         fold = _Fold(self.tokenizer, settings.stop or (), () if settings.ignore_eos else self.ids.eos)
         for event in drive(decoder, runner):
             fold.add(event)
+            if isinstance(event, Finished):
+                break
             clock.stop()
             yield event  # what the consumer does with it is not our time
             clock.start()
             if fold.stopped:
                 break
-        text, tokens, reason = fold.close()
-        count = len(tokens) + fold.ended_by_eos
+        text, finished = fold.close()
+        yield finished
+        tokens, reason = finished.tokens, finished.reason
+        count = len(tokens) + finished.eos
         stats = Stats(len(prompt), count, runner.forwards, runner.rows, fold.rounds, clock.stop())
         return Result(text, tokens, reason, tuple(fold.events), stats, settings.to_dict(), tuple(prompt))
 
@@ -234,7 +247,7 @@ def _several(prompt: Any) -> bool:
     """Whether this is a list of prompts: of texts, of token lists, or of message lists."""
     if isinstance(prompt, str):
         return False
-    if not isinstance(prompt, Sequence):
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
         raise UserError(f"prompt must be text, messages or token ids, got {type(prompt).__name__}")
     first = prompt[0] if len(prompt) else None
     return isinstance(first, str) or (isinstance(first, Sequence) and not isinstance(first, Mapping))
@@ -243,7 +256,17 @@ def _several(prompt: Any) -> bool:
 def _message(message: Any) -> dict[str, str]:
     if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
         raise UserError(f"prompt message must have 'role' and 'content', got {message!r}")
+    for key in ("role", "content"):
+        if not isinstance(message[key], str):
+            raise UserError(f"prompt message must have text as {key!r}, got {message[key]!r}")
+        _check_text(message[key])
     return dict(message)
+
+
+def _check_text(text: str) -> None:
+    """Half a surrogate pair is no text; no tokenizer takes it."""
+    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+        raise UserError("prompt is not valid Unicode: it holds half of a surrogate pair")
 
 
 class _Clock:
@@ -269,12 +292,15 @@ class _Fold:
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], eos: Collection[int]) -> None:
         self.tokenizer, self.stop, self.eos = tokenizer, stop, eos
         self.events: list[Event] = []
-        self.rounds, self.stopped, self.ended_by_eos = 0, False, False
+        self.rounds, self.stopped = 0, False
         self._written: dict[int, int] = {}
         self._prefix: list[int] = []
         self._finished: Finished | None = None
 
     def add(self, event: Event) -> None:
+        if isinstance(event, Finished):
+            self._finished = event
+            return
         self.events.append(event)
         if isinstance(event, Committed):
             self.rounds = max(self.rounds, event.round + 1)
@@ -283,9 +309,6 @@ class _Fold:
                 while (token := self._written.get(len(self._prefix))) is not None and token not in self.eos:
                     self._prefix.append(token)
                 self.stopped = self._cut(self._prefix) is not None
-        elif isinstance(event, Finished):
-            self._finished, self.ended_by_eos = event, event.eos
-            self.stopped = False
 
     def _cut(self, tokens: Sequence[int]) -> str | None:
         """Text before the earliest stop string, or None."""
@@ -293,15 +316,17 @@ class _Fold:
         places = [place for place in (text.find(stop) for stop in self.stop) if place >= 0]
         return text[: min(places)] if places else None
 
-    def close(self) -> tuple[str, tuple[int, ...], str]:
-        """Text, token ids and finish reason."""
+    def close(self) -> tuple[str, Finished]:
+        """The text, and the last event: the decoder's own, or one that ends before a stop string."""
         tokens = list(self._finished.tokens if self._finished is not None else self._prefix)
         cut = self._cut(tokens) if self.stop else None
         if cut is None:
             assert self._finished is not None
-            return self.tokenizer.decode(tokens), tuple(tokens), self._finished.reason
-        self.ended_by_eos = False
-        kept = 0  # tokens that lie wholly before the stop string
-        while kept < len(tokens) and len(self.tokenizer.decode(tokens[: kept + 1])) <= len(cut):
-            kept += 1
-        return cut, tuple(tokens[:kept]), "stop"
+            text, finished = self.tokenizer.decode(tokens), self._finished
+        else:
+            kept = 0  # tokens that lie wholly before the stop string
+            while kept < len(tokens) and len(self.tokenizer.decode(tokens[: kept + 1])) <= len(cut):
+                kept += 1
+            text, finished = cut, Finished("stop", tuple(tokens[:kept]), False)
+        self.events.append(finished)
+        return text, finished

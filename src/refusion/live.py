@@ -53,7 +53,8 @@ class State:
     @property
     def extent(self) -> int:
         """Number of positions to show: all that were named, up to the first end-of-sequence."""
-        return min((p for p, (token, _) in self.written.items() if token in self.eos), default=self.seen)
+        end = min((p for p, (token, _) in self.written.items() if token in self.eos), default=self.seen)
+        return min(end, self.seen)
 
     @property
     def tokens(self) -> int:
@@ -137,7 +138,8 @@ def colour(round: int | None) -> str:
 
 def frame(state: State, width: int, numbers: bool = False) -> Text:
     """One picture of the response. numbers: put the round before the text it wrote, for want of colours."""
-    picture = Text(f"round {state.round}  {state.forwards} forwards  {state.tokens} tokens\n", overflow="fold")
+    forwards = f"{state.forwards} forward" + "s" * (state.forwards != 1)
+    picture = Text(f"round {state.round}  {forwards}  {state.tokens} tokens\n", overflow="fold")
     if state.slot_size is not None:
         picture.append_text(_strip(state, width))
     picture.append("\n")
@@ -150,7 +152,7 @@ def frame(state: State, width: int, numbers: bool = False) -> Text:
 
 def _strip(state: State, width: int) -> Text:
     """One cell a slot: the round that wrote it, `?` while it is being written, a dot before."""
-    title = "slots written in round "
+    title = "slots (round written): "
     strip, column = Text().append(title, "dim"), len(title)
     for slot, round in enumerate(state.rounds()):
         cell = str(round) if round is not None else "?" if slot in state.chosen else OPEN

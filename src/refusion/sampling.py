@@ -1,4 +1,4 @@
-"""Chance: counter-based uniform numbers, and draws from shaped distributions (METHOD 4.1).
+"""Chance: counter-based uniform numbers, and draws from shaped distributions (docs/algorithm.md, "Sampling").
 
 Contract: a draw depends on its probabilities, the shaping and one uniform number, which depends on seed, round, turn
 and position alone. So the same seed gives the same text alone, in a batch, and with fused forwards. Knows no model.
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shaping:
-    """From which distribution drafts are taken. It never changes a probability that is reported (METHOD 4.1)."""
+    """From which distribution drafts are taken. It never changes a probability that is reported (docs/algorithm.md, "Sampling")."""
 
     temperature: float = 0.0
     top_k: int = 0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Layout:
-    """How a response of `length` tokens is cut: METHOD 2."""
+    """How a response of `length` tokens is cut: docs/algorithm.md, "Symbols"."""
 
     length: int  # n
     slot_size: int  # k

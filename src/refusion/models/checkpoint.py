@@ -50,11 +50,15 @@ def resolve_folder(name_or_path: str | Path) -> Path:
 
     Raises `UserError` when there is no such folder, or when the hub has or gives nothing.
     """
+    if not isinstance(name_or_path, str | Path):
+        raise UserError(f"model must be a name or a folder, got {name_or_path!r}")
     packaged = packaged_models()
     if str(name_or_path) in packaged:
         return WEIGHTS / str(name_or_path)
     path = Path(name_or_path).expanduser()
-    if path.is_dir():
+    if str(name_or_path) and path.is_dir():
+        if not (path / "config.json").exists() and (path / "last" / "config.json").exists():
+            raise UserError(f"{path}: is a training run; its models are {path / 'last'} and {path / 'best'}")
         return path
     if path.exists():
         raise UserError(f"{path}: is a file, not a model folder")
@@ -453,6 +457,7 @@ def _write_tensors(folder: Path, model: Transformer, dtype: torch.dtype, max_byt
     for name, shard in zip(names, shards, strict=True):
         part = {n: tensors[n].detach().to("cpu", dtype).contiguous() for n in shard}
         save_file(part, folder / name, metadata={"format": "pt"})
+        os.chmod(folder / name, 0o644)  # it comes out readable by its owner only
 
 
 # --- folders that appear whole

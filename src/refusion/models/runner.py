@@ -1,7 +1,7 @@
 """Answers a decoder's forward requests with a model and a cache: one request, one model.
 
 Contract: probabilities are those of the full float32 softmax; drafts never take [MASK] or an id without a token
-(METHOD 4.1). Knows no slots and no text.
+(docs/algorithm.md, "Sampling"). Knows no slots and no text.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Text <-> token ids, and chat messages -> prompt ids, from the files of a Hugging Face folder.
 
-Contract: `encode` never returns the mask token's id, whatever the text says (docs/traps.md, 9). The token with this id
+Contract: `encode` never returns the mask token's id, whatever the text says (docs/traps.md, 8). The token with this id
 is taken out of the vocabulary that encodes, so its literal text is spelt with ordinary tokens; `save` writes it back.
 Every added token has the id that its file says, holes included: the `tokenizers` library alone numbers them afresh.
 This module knows no model, no tensors (it does not import torch) and no slots.
@@ -199,7 +199,7 @@ class Tokenizer:
         return max(self._ids, default=-1) + 1
 
     def token_ids(self) -> frozenset[int]:
-        """All ids that have a token, the mask's included; a model's other rows must not be drafted (METHOD 4.1)."""
+        """All ids that have a token, the mask's included; a model's other rows must not be drafted."""
         return self._ids
 
     def token_to_id(self, token: str) -> int | None:
@@ -396,7 +396,7 @@ def _pinned(spec: Spec) -> Spec:
     """A copy that asks for no cutting or padding and whose added tokens stand in the base vocabulary with their ids.
 
     The library ignores the `id` of an added token that the base vocabulary lacks and numbers it after the last one:
-    a hole (METHOD 7: id 151669), or a token taken out, would shift all later ids. Unigram cannot have holes.
+    a hole (the published checkpoint: id 151669), or a token taken out, would shift all later ids. Unigram cannot have holes.
     """
     model = dict(spec["model"])
     if isinstance(model["vocab"], dict):

@@ -208,7 +208,7 @@ class Transformer(nn.Module):
         tokens, positions: int64 [B, T]. mask: bool [B or 1, 1, T, S], True where row t may look at column s; None
         means plain causal over the T rows (only without `store`). store: see `KeyValueStore`.
         """
-        assert mask is not None or store is None, "a cache needs an explicit mask (docs/traps.md, 5)"
+        assert mask is not None or store is None, "a cache needs an explicit mask (docs/traps.md, 4)"
         x: Tensor = self.model.embed_tokens(tokens)
         cos, sin = rope_tables(positions, self.config.head_dim, self.config.rope_theta, x.dtype)
         for layer in self.model.layers:

@@ -165,7 +165,7 @@ class Run:
             "tokens": self.tokens, "best": self.best,
         }  # fmt: skip
         with replaced_folder(self.out / name) as new:
-            save_folder(new, self.model, self.tokenizer, dtype="bfloat16")
+            save_folder(new, self.model, self.tokenizer, defaults={"method": self.recipe.objective.method})
             if name == "last":
                 torch.save(state, new / "trainer.pt")
 
@@ -241,6 +241,27 @@ def _prepare(recipe: Recipe, out: Path, resume: bool) -> bool:
     return last.exists()
 
 
+def _note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)
+
+
+def _note_changes(recipe: Recipe, out: Path, step: int) -> None:
+    """Say what a resumed run does otherwise than before, and keep the former recipe as recipe-before-STEP.json."""
+    path = out / "recipe.json"
+    try:
+        before, now = json.loads(path.read_text(encoding="utf-8")), json.loads(json.dumps(asdict(recipe)))
+    except (OSError, ValueError):
+        return
+    changed = [
+        f"{section}.{key} is {value!r}, was {before[section].get(key)!r}"
+        for section, table in now.items() if isinstance(table, dict) and isinstance(before.get(section), dict)
+        for key, value in table.items() if before[section].get(key) != value
+    ]  # fmt: skip
+    if changed and step:
+        _note(f"from step {step} on: {'; '.join(changed)}")
+        os.replace(path, out / f"recipe-before-{step}.json")
+
+
 @contextmanager
 def _alone(out: Path) -> Iterator[None]:
     """Hold the run's folder: two processes in it would disturb each other. A killed process holds nothing."""
@@ -274,13 +295,15 @@ def train(
     fit the recipe, and when the loss is not finite any more.
     """
     for name in ignored(recipe):
-        print(f"note: {name} has no effect with {recipe.objective.method}", file=sys.stderr)
+        _note(f"{name} has no effect with {recipe.objective.method}")
     if resume and not out.exists():
         raise UserError(f"nothing to resume: {out} holds no run")
     with _alone(out):
         run = Run(recipe, out, device, resume=_prepare(recipe, out, resume))
         if run.dropped:
-            print(f"note: {run.dropped:,} rows are longer than the context and were dropped", file=sys.stderr)
+            _note(f"{run.dropped:,} rows are longer than the context and were dropped")
+        if resume:
+            _note_changes(recipe, out, run.step)
         _write_recipe(recipe, out)
         _loop(run, decode if recipe.data.train is None else None, progress or (lambda done, total, note: None))
     return run

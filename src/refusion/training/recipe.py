@@ -179,7 +179,9 @@ def load(path: Path, overrides: Mapping[str, str] | None = None) -> Recipe:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"no such recipe: {path}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: {error}") from None
     for key, text in (overrides or {}).items():
         _override(table, key.replace("-", "_"), text, str(path))

@@ -1,6 +1,8 @@
-"""Training rows of ReFusion: METHOD 3 (paper, section 3.2). Numpy only; all chance comes from the generator handed in.
+"""Training rows of ReFusion: docs/algorithm.md, "Training" (paper, section 3.2). Numpy only; all chance comes from
+the generator handed in.
 
-Worked example: prompt `p q` at 0, 1; answer `a b c d e` at 2..6; k = 2, so slots [a b] [c d] [e]. If the slots 1 and 2 are masked:
+Worked example: prompt `p q` at 0, 1; answer `a b c d e` at 2..6; k = 2, so slots [a b] [c d] [e]. If the slots 1 and
+2 are masked:
 
     buffer     p  q  a  b  M  M  M        clean slots in random order, then masked slots in ascending order
     position   0  1  2  3  4  5  6        always the place in the text
@@ -26,7 +28,8 @@ AR, MDM = 0, 1
 
 @dataclass(frozen=True)
 class ReFusionObjective:
-    """The hybrid objective L_AR + lambda * L_MDM, and three helps that small models need (METHOD 3.5), off by default."""
+    """The hybrid objective L_AR + lambda * L_MDM, and three helps that small models need (docs/algorithm.md), off by
+    default."""
 
     ids: TokenIds
     slot_sizes: tuple[int, ...] = (4, 8, 16, 32)
@@ -123,7 +126,8 @@ class ReFusionObjective:
 def choose_slots(count: int, corruption: str, rng: np.random.Generator) -> tuple[NDArray[np.bool_], float]:
     """Which of `count` slots are masked, bool [count], and the probability p with which a slot was masked.
 
-    t ~ U(0, 1]. "count" (paper): exactly floor(t * count) slots. "bernoulli" (upstream): each alone with p = 0.999 t + 0.001.
+    t ~ U(0, 1]. "count" (paper): exactly floor(t * count) slots. "bernoulli" (upstream): each alone with p = 0.999 t
+    + 0.001.
     """
     t = 1.0 - rng.random()
     if corruption == "bernoulli":

@@ -1,11 +1,12 @@
-"""The decoder: "select and infill" (METHOD 4; paper, section 3.3). A generator that knows no model (`methods.base`).
+"""The decoder: "select and infill" (docs/algorithm.md; paper, section 3.3). A generator that knows no model
+(`methods.base`).
 
 A round, with slots 0, 1, 3 open in the block and k = 2 (all positions relative to the response):
 
     select     rows   M0 M1  M2 M3  M6 M7         one segment, causal; drafts are asked at every row
     choose     slots 0 and 3 are over the slot threshold
     verify     rows   d0 d1  d6 d7 | M2 M3        drafts, and behind them the masks of what stays open
-    accepted   all:  keep d0 d1 d6 d7; the outputs at M2 M3 are the next selection already (METHOD 5, "Fusing")
+    accepted   all:  keep d0 d1 d6 d7; the outputs at M2 M3 are the next selection already ("Fusing")
                d7 refused: keep d0 d1 (slot 0 is whole); slot 3 is open again; the outputs at M2 M3 are thrown away
                d1 refused: complete. Slots 0 and 3 are finished side by side, each a segment of its own:
                    re-draft   d0 M1 | d6 d7         verify   d0 e1 | d6 d7         keep all of the last forward
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from refusion.config import DecodeConfig
 from refusion.events import Committed, Drafted, Event, Finished, Selected, Verified
@@ -25,7 +27,8 @@ from refusion.sampling import Shaping, uniform
 from refusion.slots import Layout
 
 Drafts = dict[int, tuple[list[int], float]]  # slot -> drafted tokens, score
-Part = Generator[Forward | Event, Answer | None, None]
+T = TypeVar("T")
+Move = Generator[Forward | Event, Answer | None, T]  # a part of the decoder that returns a T
 
 
 def decode(prompt: Sequence[int], settings: DecodeConfig, ids: TokenIds, *, fuse: bool = True) -> Decoder:
@@ -59,8 +62,7 @@ class _Slot:
 
 @dataclass
 class _Decoding:
-    """What is known between two forwards. `_keep`: rows of the last forward that the next one will find in the
-    cache."""
+    """What is known between two forwards."""
 
     prompt: Sequence[int]
     settings: DecodeConfig
@@ -71,7 +73,7 @@ class _Decoding:
     _written: dict[int, int] = field(default_factory=dict)  # position -> token
     _done: set[int] = field(default_factory=set)  # slots
     _end: int | None = None  # position of the first end-of-sequence
-    _keep: tuple[int, ...] = ()
+    _keep: tuple[int, ...] = ()  # rows of the last forward that are to be found in the cache by the next one
 
     def __post_init__(self) -> None:
         s = self.settings
@@ -93,7 +95,7 @@ class _Decoding:
 
     # --- the four moves ---
 
-    def select(self, block: int) -> Part:
+    def select(self, block: int) -> Move[None]:
         """Draft every open slot of the block, unless the last verify did so already."""
         if not self.drafts:
             rows = _Rows()
@@ -106,7 +108,7 @@ class _Decoding:
             self._read_drafts(answer, rows.positions[first:])
         yield Drafted(self.round, *self._drafted)
 
-    def choose(self) -> Generator[Forward | Event, Answer | None, list[int]]:
+    def choose(self) -> Move[list[int]]:
         """The slots over the slot threshold, or the best one."""
         slots = list(self.drafts)
         scores = [self.drafts[slot][1] for slot in slots]
@@ -114,9 +116,9 @@ class _Decoding:
         yield Selected(self.round, tuple(chosen), tuple(self.drafts[slot][1] for slot in chosen))
         return chosen
 
-    def verify(self, chosen: list[int], block: int) -> Generator[Forward | Event, Answer | None, list[_Slot]]:
-        """One forward over all chosen drafts; commits the leading whole slots, or all up to an accepted end. If there is
-        nothing to commit, returns the chosen slots with the tokens that each may keep."""
+    def verify(self, chosen: list[int], block: int) -> Move[list[_Slot]]:
+        """One forward over all chosen drafts; commits the leading whole slots, or all up to an accepted end. If there
+        is nothing to commit, returns the chosen slots with the tokens that each may keep."""
         rows = _Rows()
         for slot in chosen:
             rows.add_checked(self.drafts[slot][0], self.layout.positions(slot).start, 0)
@@ -137,7 +139,7 @@ class _Decoding:
             self._read_drafts(answer, rows.positions[len(tokens) :])
         return []
 
-    def complete(self, slots: list[_Slot]) -> Part:
+    def complete(self, slots: list[_Slot]) -> Move[None]:
         """Finish every chosen slot on its own: re-draft what follows its accepted run, verify, until all are full."""
         turn = 0
         while not all(slot.full for slot in slots):
@@ -171,9 +173,7 @@ class _Decoding:
             slot.tokens = slot.tokens[:end]
         slot.full = end is not None or len(slot.tokens) == slot.length
 
-    def _redraft(
-        self, slots: list[_Slot], turn: int
-    ) -> Generator[Forward | Event, Answer | None, dict[int, list[int]]]:
+    def _redraft(self, slots: list[_Slot], turn: int) -> Move[dict[int, list[int]]]:
         """One forward of run + masks for every slot that is not full; returns the new tokens by slot."""
         rows = _Rows()
         unfinished = [slot for slot in slots if not slot.full]
@@ -191,7 +191,7 @@ class _Decoding:
 
     def _reverify(
         self, slots: list[_Slot], redrafted: dict[int, list[int]]
-    ) -> Generator[Forward | Event, Answer | None, tuple[list[_Slot], dict[int, range]]]:
+    ) -> Move[tuple[list[_Slot], dict[int, range]]]:
         """One forward of run + new drafts; full slots come along, so that all keys and values stand in one forward."""
         rows, where, spans = _Rows(), {}, {}
         for slot in slots:
@@ -214,7 +214,7 @@ class _Decoding:
 
     # --- shared ---
 
-    def _forward(self, rows: _Rows) -> Generator[Forward | Event, Answer | None, Answer]:
+    def _forward(self, rows: _Rows) -> Move[Answer]:
         answer = yield rows.request(len(self.prompt), self._keep, self.shaping)
         assert answer is not None
         self._keep = ()
@@ -252,8 +252,7 @@ class _Decoding:
     def _verified(
         self, positions: Sequence[int], tokens: Sequence[int], probabilities: Sequence[float | None], accepted: int
     ) -> Verified:
-        certain = tuple(1.0 if p is None else p for p in probabilities)
-        return Verified(self.round, tuple(positions), tuple(tokens), certain, accepted)
+        return Verified(self.round, tuple(positions), tuple(tokens), tuple(probabilities), accepted)
 
     def _commit(self, positions: Sequence[int], tokens: Sequence[int]) -> Committed:
         for position, token in zip(positions, tokens, strict=True):

@@ -1,4 +1,5 @@
-"""Select: which open slots are written in this round. Pure functions on plain numbers (METHOD 4, "Select")."""
+"""Select: which open slots are written in this round. Pure functions on plain numbers (docs/algorithm.md, "A
+round")."""
 
 from __future__ import annotations
 

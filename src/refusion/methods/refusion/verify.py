@@ -1,5 +1,4 @@
-"""Verify: how much of the drafted tokens is accepted. Pure functions on plain numbers (METHOD 4, "Verify" and
-"EOS")."""
+"""Verify: how much of the drafted tokens is accepted. Pure functions on plain numbers (docs/algorithm.md)."""
 
 from __future__ import annotations
 
