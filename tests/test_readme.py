@@ -57,3 +57,14 @@ def test_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in re.findall(r"^    make (\S+)", README, re.M):
         assert re.search(rf"^{target}:", makefile, re.M), target
+
+
+def test_every_recipe_key_is_explained() -> None:
+    from dataclasses import fields
+
+    from refusion.training import recipe
+
+    text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    for section in (recipe.DataRecipe, recipe.ModelRecipe, recipe.ObjectiveRecipe, recipe.TrainingRecipe, recipe.ValidationRecipe):
+        for entry in fields(section):
+            assert f"`{entry.name}`" in text or f".{entry.name}`" in text, entry.name

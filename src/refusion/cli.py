@@ -406,7 +406,6 @@ def _validation(method: str) -> Decode:
 @app.command(sort_key=4)
 def info(
     model: Annotated[str, Parameter(group=RUN, help="A model of the package, a model folder, or a hub id.")] = "nano",
-    /,
     *,
     json: Annotated[bool, _switch(RUN, "Print one JSON object.")] = False,
 ) -> None:
@@ -591,12 +590,14 @@ def main(argv: Iterable[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # an answer may hold what an old terminal cannot show
+    tokens = list(sys.argv[1:] if argv is None else argv)
     try:
-        code = _parsed(list(sys.argv[1:] if argv is None else argv))()
+        code = _parsed(tokens)()
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except (UserError, CycloptsError) as error:
-        hint = " (a prompt of several words needs quotes)" if isinstance(error, UnusedCliTokensError) else ""
+        unquoted = isinstance(error, UnusedCliTokensError) and tokens[:1] == ["generate"]
+        hint = " (a prompt of several words needs quotes)" if unquoted else ""
         print(f"error: {_one_line(error)}{hint}", file=sys.stderr)
         return USAGE
     except KeyboardInterrupt:
