@@ -22,7 +22,7 @@ from refusion.config import AutoregressiveConfig, DecodeConfig
 from refusion.evaluation.procedural import FAMILIES, take
 
 QUESTION = "Max has 20 eggs. Max buys 11 more eggs. How many eggs does Max have now?"
-RESULT_KEYS = {"text", "token_ids", "finish_reason", "stats", "settings", "prompt_ids"}
+RESULT_KEYS = {"events", "text", "token_ids", "finish_reason", "stats", "settings", "prompt_ids"}
 
 
 @pytest.fixture
@@ -96,13 +96,13 @@ def test_json_is_the_result(generate: Any, trained_folder: Path) -> None:
     out, err = generate("--json", "--slot-size", "4", "--max-new-tokens", "40")
     report = json.loads(out)
     config = DecodeConfig(slot_size=4, max_new_tokens=40)
-    expected = refusion.load(trained_folder, device="cpu").generate(QUESTION, config).to_dict()
+    expected = refusion.load(trained_folder, device="cpu").generate(QUESTION, config).to_dict(events=True)
     assert err == ""
     assert set(report) == RESULT_KEYS
     for timed in ("seconds", "tokens_per_second"):
         assert report["stats"].pop(timed) > 0
         expected["stats"].pop(timed)
-    assert report == expected
+    assert report == json.loads(json.dumps(expected))
 
 
 def test_every_flag_reaches_the_settings(generate: Any) -> None:

@@ -34,6 +34,8 @@ def good(count: int, start: int = 0) -> list[str]:
         ('{"prompt": "a", "response": 3}', "'response'"),
         ('{"prompt": "a", "response": " "}', "'response' is empty"),
         ('{"prompt": "", "response": "b"}', "'prompt' is empty"),
+        ('{"prompt": "a\\ud800b", "response": "b"}', "surrogate"),
+        ("[" * 100_000, "not JSON"),
     ],
 )
 def test_errors_name_file_and_line(tmp_path: Path, line: str, words: str) -> None:
@@ -44,12 +46,18 @@ def test_errors_name_file_and_line(tmp_path: Path, line: str, words: str) -> Non
     assert "\n" not in str(caught.value)
 
 
+def test_only_line_feeds_end_lines(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", '{"prompt": "a\u2028b\u0085c", "response": "d"}', "{")
+    with pytest.raises(UserError, match=r"rows\.jsonl:2: not JSON"):
+        list(files.read(Path(path)))
+
+
 def test_missing_empty_and_binary_files(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_folder(FOLDER)
     with pytest.raises(UserError, match=r"no such data file: .*none\.jsonl"):
         list(files.read(tmp_path / "none.jsonl"))
     with pytest.raises(UserError, match="no rows"):
-        files.rows(tokenizer, [write(tmp_path / "empty.jsonl")], 512, tmp_path, "train")
+        files.rows(tokenizer, 3, [write(tmp_path / "empty.jsonl")], 512, tmp_path, "train")
     (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match=r"binary\.jsonl"):
         list(files.read(tmp_path / "binary.jsonl"))
@@ -58,16 +66,16 @@ def test_missing_empty_and_binary_files(tmp_path: Path) -> None:
 def test_rows_are_templated_ended_and_counted(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_folder(FOLDER)
     path = write(tmp_path / "rows.jsonl", *good(20))
-    store, dropped = files.rows(tokenizer, [path], 512, tmp_path / "cache", "train")
+    store, dropped = files.rows(tokenizer, 3, [path], 512, tmp_path / "cache", "train")
     assert (len(store), dropped) == (20, 0)
     prompt, answer = store.pair(0)
     assert prompt.tolist() == ROWS[0]["prompt_ids"]
     assert answer[-1] == 3
     lengths = sorted(store.lengths.tolist())
-    short, dropped = files.rows(tokenizer, [path], lengths[9], tmp_path / "cache", "train")
+    short, dropped = files.rows(tokenizer, 3, [path], lengths[9], tmp_path / "cache", "train")
     assert dropped == sum(length > lengths[9] for length in lengths) and len(short) + dropped == 20
     with pytest.raises(UserError, match="longer than the context"):
-        files.rows(tokenizer, [path], 3, tmp_path / "cache", "train")
+        files.rows(tokenizer, 3, [path], 3, tmp_path / "cache", "train")
 
 
 def tiny(tmp_path: Path, **more: str) -> recipe.Recipe:
@@ -122,3 +130,27 @@ def test_files_come_in_twos_and_need_a_model(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace("start =", "# start ="), encoding="utf-8")
     with pytest.raises(UserError, match=r"model\.start"):
         recipe.load(path)
+
+
+def test_a_folder_with_other_things_is_left_alone(tmp_path: Path) -> None:
+    out = tmp_path / "mine"
+    (out / "best").mkdir(parents=True)
+    (out / "best" / "photo.jpg").write_bytes(b"x")
+    with pytest.raises(UserError, match="not empty"):
+        loop.train(tiny(tmp_path), out)
+    assert (out / "best" / "photo.jpg").exists()
+
+
+def test_ends_and_settings_travel_with_the_model(tmp_path: Path) -> None:
+    """Several end-of-sequence ids, and decoding defaults, are those of the folder that was started from."""
+    import shutil
+
+    from refusion.models.checkpoint import read_config
+
+    folder = Path(shutil.copytree(FOLDER, tmp_path / "model"))
+    content = {"eos_token_id": [3, 0], "refusion": {"slot_size": 5}}
+    (folder / "generation_config.json").write_text(json.dumps(content), encoding="utf-8")
+    loop.train(tiny(tmp_path, **{"model.start": json.dumps(str(folder))}), tmp_path / "run")
+    saved = read_config(tmp_path / "run" / "last")
+    assert saved.eos_token_ids == (3, 0)
+    assert saved.defaults == {"method": "refusion", "slot_size": 5}

@@ -108,7 +108,7 @@ def test_stop_strings_cut_text_and_tokens(model: refusion.Model, config: Any, st
     assert model.tokenizer.decode(cut.token_ids) == cut.text[: len(model.tokenizer.decode(cut.token_ids))]
     assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
     assert cut.stats.tokens == len(cut.token_ids)
-    assert cut.events[-1] == Finished("stop", cut.token_ids, False), "the events end where the text ends"
+    assert cut.events[-1] == Finished("stop", tuple(cut.token_ids), False), "the events end where the text ends"
     assert cut.stats.forwards <= whole.stats.forwards
 
 
@@ -216,3 +216,88 @@ def test_config_must_be_a_config(model: refusion.Model) -> None:
 def test_one_of_slot_and_block_alone_fits_itself() -> None:
     assert SLOTS(slot_size=64).resolve().block_size == 64
     assert SLOTS(block_size=4).resolve().slot_size == 4
+
+
+def test_a_barred_token_is_not_drafted_however_likely(model: refusion.Model) -> None:
+    """Where the mask has all the probability that float32 can hold, the best allowed token is taken."""
+    from refusion.methods.base import Forward
+    from refusion.models.runner import Runner, barred_ids
+    from refusion.sampling import Shaping
+
+    class Certain:
+        config, lm_head = model.transformer.config, model.transformer.lm_head
+
+        def __call__(self, tokens: Any, *rest: Any) -> Any:
+            import torch
+
+            return torch.zeros(1, tokens.shape[1], 4)
+
+        def logits(self, hidden: Any) -> Any:
+            import torch
+
+            out = torch.full((hidden.shape[0], 89), -200.0)
+            out[:, 0], out[:, 7] = 0.0, -150.0
+            return out
+
+    for shaping in (Shaping(), Shaping(1.0), Shaping(1e-30), Shaping(1.0, 3, 0.5)):
+        runner = Runner(Certain(), barred_ids(89, range(89), 0), 8)  # type: ignore[arg-type]
+        answer = runner(Forward((5,), (0,), (0,), (0,), uniforms=(0.3,), shaping=shaping))
+        assert answer.tokens == (7,)
+
+
+def test_broken_weights_are_noticed() -> None:
+    broken = refusion.load(FOLDER, device="cpu")
+    broken.transformer.model.norm.weight.data.fill_(float("nan"))
+    for config in (SLOTS(), AR(), SLOTS(temperature=1.0)):
+        with pytest.raises(UserError, match="not finite"):
+            broken.generate(CASE["prompt"], config)
+
+
+@pytest.mark.parametrize(
+    ("defaults", "words"),
+    [
+        ({"slto_size": 4}, "slot_size"),
+        ({"block_size": 4, "slot_size": 8}, "block_size"),
+        ({"temperature": -1}, "temperature"),
+        ({"method": 5}, "method"),
+        ({"ignore_eos": "no"}, "ignore_eos"),
+    ],
+)
+def test_bad_defaults_of_a_folder_name_its_file(tmp_path: Path, defaults: dict[str, Any], words: str) -> None:
+    import shutil
+
+    folder = Path(shutil.copytree(FOLDER, tmp_path / "model"))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 3, "refusion": defaults}))
+    with pytest.raises(UserError, match=words) as caught:
+        refusion.load(folder)
+    assert "generation_config.json" in str(caught.value)
+
+
+def test_unset_defaults_of_a_folder_count_as_absent(tmp_path: Path) -> None:
+    import shutil
+
+    folder = Path(shutil.copytree(FOLDER, tmp_path / "model"))
+    defaults = {"temperature": None, "slot_size": None, "max_new_tokens": 9}
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 3, "refusion": defaults}))
+    assert len(refusion.load(folder).generate(CASE["prompt"], SLOTS(ignore_eos=True)).token_ids) == 9
+
+
+def test_numbers_of_numpy_are_numbers(model: refusion.Model) -> None:
+    import numpy as np
+
+    settings = SLOTS(max_new_tokens=np.int64(9), slot_threshold=np.float32(0.5), seed=np.uint8(3))  # type: ignore[arg-type]
+    result = model.generate(list(np.array(CASE["prompt_ids"])), settings)
+    assert result.stats.tokens == 9 and json.dumps(result.to_dict())
+
+
+@pytest.mark.parametrize("stops", [(" eggs", "20 eggs. Then", "s"), ("31.", "20 + 11 = 31. Then the", "11 =")])
+def test_overlapping_stops_do_not_depend_on_slots(model: refusion.Model, stops: tuple[str, ...]) -> None:
+    whole = model.generate(CASE["prompt"], SLOTS(max_new_tokens=72))
+    texts = []
+    for size, threshold in ((1, 0.9), (8, 0.9), (16, 0.1), (72, 0.5)):
+        settings = SLOTS(max_new_tokens=72, slot_size=size, block_size=72, slot_threshold=threshold)
+        if model.generate(CASE["prompt"], settings).token_ids == whole.token_ids:
+            from dataclasses import replace
+
+            texts.append(model.generate(CASE["prompt"], replace(settings, stop=stops)).text)
+    assert len(texts) >= 2 and len(set(texts)) == 1

@@ -109,11 +109,14 @@ PROBABILITIES = torch.tensor([0.1, 0.4, 0.0, 0.3, 0.2])
         (Shaping(1.0, top_p=0.4), [0.0, 1.0, 0.0, 0.0, 0.0]),
         (Shaping(1.0, top_k=3, top_p=0.99), [0.0, 4 / 9, 0.0, 3 / 9, 2 / 9]),
         (Shaping(1e-3), [0.0, 1.0, 0.0, 0.0, 0.0]),
+        (Shaping(1e-300), [0.0, 1.0, 0.0, 0.0, 0.0]),
+        (Shaping(1e300), [0.25, 0.25, 0.0, 0.25, 0.25]),
+        (Shaping(10**30), [0.25, 0.25, 0.0, 0.25, 0.25]),
     ],
 )
 def test_draws_follow_the_shaped_distribution(shaping: Shaping, expected: list[float]) -> None:
     grid = (torch.arange(3000, dtype=torch.float64) + 0.5) / 3000
-    tokens = draw_rows(PROBABILITIES.expand(3000, -1), shaping, grid)
+    tokens = draw_rows(PROBABILITIES.log().expand(3000, -1), shaping, grid)
     got = torch.bincount(tokens, minlength=5) / 3000
     assert got.tolist() == pytest.approx(expected, abs=2e-3)
 
@@ -123,10 +126,10 @@ def test_a_draw_is_the_same_alone_and_among_others() -> None:
     rows = torch.rand(64, 50, generator=generator)
     uniforms = torch.rand(64, dtype=torch.float64, generator=generator)
     shaping = Shaping(0.8, 20, 0.9)
-    together = draw_rows(rows, shaping, uniforms).tolist()
+    together = draw_rows(rows.log(), shaping, uniforms).tolist()
     assert together == [draw(row, shaping, float(u)) for row, u in zip(rows, uniforms, strict=True)]
 
 
 def test_barred_ids_are_never_drawn() -> None:
     almost_one = torch.tensor([1 - 1e-16, 0.0], dtype=torch.float64)
-    assert set(draw_rows(PROBABILITIES.expand(2, -1), Shaping(5.0), almost_one).tolist()) <= {0, 1, 3, 4}
+    assert set(draw_rows(PROBABILITIES.log().expand(2, -1), Shaping(5.0), almost_one).tolist()) <= {0, 1, 3, 4}

@@ -226,7 +226,7 @@ def _write(model: Model, prompt: str, config: Config, raw: bool, delay: float | 
 
 def _show(result: Result, as_json: bool) -> None:
     sys.stderr.flush()
-    print(json.dumps(result.to_dict(), ensure_ascii=False) if as_json else result.text, flush=True)
+    print(json.dumps(result.to_dict(events=True)) if as_json else result.text, flush=True)
 
 
 def figures(result: Result) -> str:
@@ -255,6 +255,7 @@ def _compare(model: Model, prompt: str, config: Config, raw: bool, result: Resul
 
 def _write_trace(file: TextIO, model: str, prompt: str, result: Result) -> None:
     """The request, every event, and the result; each line says under "event" what it is."""
+    file.truncate(0)
     whole = result.to_dict(events=True)
     header = {"model": model, "prompt": prompt, "prompt_ids": whole.pop("prompt_ids"), "settings": whole["settings"]}
     lines = [{"event": "request", **header}, *whole.pop("events"), {"event": "result", **whole}]
@@ -546,7 +547,7 @@ def _opened(trace: Path | None) -> Iterator[TextIO | None]:
         yield None
         return
     try:
-        file = trace.open("w", encoding="utf-8")
+        file = trace.open("a", encoding="utf-8")  # emptied when there is something to write
     except OSError as error:
         raise UserError(f"--trace {trace}: cannot be written ({error.strerror})") from None
     with file:
@@ -600,9 +601,12 @@ def main(argv: Iterable[str] | None = None) -> int:
         hint = " (a prompt of several words needs quotes)" if unquoted else ""
         print(f"error: {_one_line(error)}{hint}", file=sys.stderr)
         return USAGE
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):  # the reader has gone: nobody is left to be told
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return BROKEN_PIPE
+        print(f"error: {_one_line(error)}", file=sys.stderr)
+        return USAGE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # the reader has gone: nobody is left to be told
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE

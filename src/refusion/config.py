@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import numbers
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar, TypeVar
@@ -70,6 +71,8 @@ class GenerationConfig:
         self._at_least("top_k", 0, int)
         self._at_least("seed", 0, int)
         self._within("top_p", 0, 1)
+        if self.ignore_eos is not None and not isinstance(self.ignore_eos, bool):
+            raise UserError(f"ignore_eos must be true or false, got {self.ignore_eos!r:.40}")
         if self.top_p == 0:
             raise UserError("top_p must be greater than 0, got 0")
 
@@ -77,16 +80,19 @@ class GenerationConfig:
         value = getattr(self, name)
         if value is None:
             return None
-        allowed = (int,) if kind is int else (int, float)
-        if isinstance(value, bool) or not isinstance(value, allowed) or not math.isfinite(value):
+        wanted = numbers.Integral if kind is int else numbers.Real  # numpy's numbers are of these kinds too
+        endless = isinstance(value, float) and not math.isfinite(value)
+        if isinstance(value, bool) or not isinstance(value, wanted) or endless:
             word = "a whole number" if kind is int else "a finite number"
-            raise UserError(f"{name} must be {word}, got {value!r}")
-        return value
+            raise UserError(f"{name} must be {word}, got {value!r:.40}")
+        plain: float = int(value) if isinstance(value, numbers.Integral) else float(value)
+        object.__setattr__(self, name, plain)
+        return plain
 
     def _at_least(self, name: str, least: int, kind: type) -> None:
         value = self._number(name, kind)
         if value is not None and value < least:
-            raise UserError(f"{name} must be at least {least}, got {value}")
+            raise UserError(f"{name} must be at least {least}, got {value!s:.40}")
 
     def _within(self, name: str, low: float, high: float) -> None:
         value = self._number(name, float)
@@ -99,7 +105,7 @@ class GenerationConfig:
         Raises `UserError` when the whole does not fit together, or when a model's default is not valid.
         """
         known = {f.name for f in fields(self)}
-        filled = {**self.DEFAULTS, **{k: v for k, v in (model_defaults or {}).items() if k in known}}
+        filled = {**self.DEFAULTS, **{k: v for k, v in (model_defaults or {}).items() if k in known and v is not None}}
         unset = {name: value for name, value in filled.items() if getattr(self, name) is None}
         whole = replace(self, **unset)
         whole._fit()
@@ -150,7 +156,7 @@ class DecodeConfig(GenerationConfig):
     def resolve(self, model_defaults: Mapping[str, Any] | None = None) -> DecodeConfig:
         """As in `GenerationConfig`; a default block grows to a larger given slot, and a default slot shrinks to a
         smaller given block, so that setting one of the two alone is never an error."""
-        defaults = {**self.DEFAULTS, **(model_defaults or {})}
+        defaults = {**self.DEFAULTS, **{k: v for k, v in (model_defaults or {}).items() if v is not None}}
         if self.slot_size is not None and self.block_size is None:
             defaults["block_size"] = max(defaults["block_size"], self.slot_size)
         if self.block_size is not None and self.slot_size is None:

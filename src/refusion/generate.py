@@ -5,15 +5,16 @@ Contract: a `Result` is a fold over a decoder's events; what is decoded depends 
 
 from __future__ import annotations
 
+import numbers
 import time
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, NoReturn, overload
 
 import torch
 
-from refusion.config import AutoregressiveConfig, DecodeConfig, UserError
+from refusion.config import AutoregressiveConfig, DecodeConfig, UserError, nearest
 from refusion.events import Committed, Event, Finished, to_dict
 from refusion.methods import autoregressive
 from refusion.methods.base import Decoder, Forward, TokenIds
@@ -58,7 +59,7 @@ class Result:
     """A finished response."""
 
     text: str
-    token_ids: tuple[int, ...]  # without end-of-sequence, cut before a stop string
+    token_ids: list[int]  # without end-of-sequence, cut before a stop string
     finish_reason: str  # "stop" (end-of-sequence or stop string) or "length"
     events: tuple[Event, ...] = field(repr=False)
     stats: Stats
@@ -68,7 +69,7 @@ class Result:
     def to_dict(self, events: bool = False) -> dict[str, Any]:
         """Plain JSON values."""
         out = {
-            "text": self.text, "token_ids": list(self.token_ids), "finish_reason": self.finish_reason,
+            "text": self.text, "token_ids": self.token_ids, "finish_reason": self.finish_reason,
             "stats": self.stats.to_dict(), "settings": self.settings, "prompt_ids": list(self.prompt_ids),
         }  # fmt: skip
         return out | ({"events": [to_dict(event) for event in self.events]} if events else {})
@@ -84,9 +85,25 @@ def load(model: str | Path, device: str | None = None, dtype: str | torch.dtype 
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     config = read_config(folder)
+    _check_defaults(config, folder)
     transformer = load_model(folder, device, dtype)
     prepack(transformer)
     return Model(str(model), transformer, Tokenizer.from_folder(folder), config)
+
+
+def _check_defaults(config: FolderConfig, folder: Path) -> None:
+    """A folder's own decoding settings are checked when it is loaded, so that the complaint names the file."""
+    known = {f.name for f in fields(DecodeConfig)} | {"method"}
+    where = f"{folder / 'generation_config.json'}: refusion"
+    for key in config.defaults:
+        if key not in known:
+            raise UserError(f"{where}: unknown setting {key!r}{nearest(key, known)}")
+    if config.defaults.get("method", "refusion") not in ("refusion", "autoregressive"):
+        raise UserError(f"{where}: method must be refusion or autoregressive, got {config.defaults['method']!r}")
+    try:
+        DecodeConfig().resolve(config.defaults)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
 
 
 class Model:
@@ -168,19 +185,23 @@ class Model:
                 raise UserError(f"prompt is a list of messages, but {self.name} has no chat template")
             ids = self.tokenizer.encode_chat([_message(m) for m in prompt])
         else:
-            ids = [self._checked(token) for token in prompt]
-        if not ids:
-            raise UserError("prompt must not be empty")
-        return ids
+            return [self._checked(token) for token in prompt] or self._no_prompt()
+        ids = [self._checked(token) for token in ids]
+        return ids or self._no_prompt()
+
+    @staticmethod
+    def _no_prompt() -> NoReturn:
+        raise UserError("prompt must not be empty")
 
     def _checked(self, token: Any) -> int:
-        if isinstance(token, bool) or not isinstance(token, int):
-            raise UserError(f"prompt must be text, messages or token ids, got {token!r}")
-        if not 0 <= token < self.transformer.config.vocab_size:
+        if isinstance(token, bool) or not isinstance(token, numbers.Integral):
+            raise UserError(f"prompt must be text, messages or token ids, got {token!r:.40}")
+        plain = int(token)
+        if not 0 <= plain < self.transformer.config.vocab_size:
             raise UserError(
-                f"prompt has token id {token}, outside the vocabulary of {self.transformer.config.vocab_size}"
+                f"prompt has token id {plain!s:.40}, outside the vocabulary of {self.transformer.config.vocab_size}"
             )
-        return token
+        return plain
 
     def _fitted(self, settings: Config, given: Config | None, prompt_tokens: int) -> Config:
         """Within the context: a budget that was not asked for shrinks to what is left of it."""
@@ -218,7 +239,7 @@ class Model:
         tokens, reason = finished.tokens, finished.reason
         count = len(tokens) + finished.eos
         stats = Stats(len(prompt), count, runner.forwards, runner.rows, fold.rounds, clock.stop())
-        return Result(text, tokens, reason, tuple(fold.events), stats, settings.to_dict(), tuple(prompt))
+        return Result(text, list(tokens), reason, tuple(fold.events), stats, settings.to_dict(), tuple(prompt))
 
 
 def make_decoder(prompt: Sequence[int], settings: Config, ids: TokenIds) -> Decoder:
@@ -287,15 +308,24 @@ class _Clock:
 
 
 class _Fold:
-    """Collects events; looks for stop strings in the text whose every earlier token is final."""
+    """Collects events; looks for stop strings in the text whose every earlier token is final.
+
+    The text ends before a stop string that is there in the shortest run of tokens from the beginning that holds any; so the
+    order in which slots were written makes no difference.
+    """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], eos: Collection[int]) -> None:
         self.tokenizer, self.stop, self.eos = tokenizer, stop, eos
         self.events: list[Event] = []
-        self.rounds, self.stopped = 0, False
+        self.rounds = 0
         self._written: dict[int, int] = {}
         self._prefix: list[int] = []
+        self._cut: str | None = None  # the text before a stop string
         self._finished: Finished | None = None
+
+    @property
+    def stopped(self) -> bool:
+        return self._cut is not None
 
     def add(self, event: Event) -> None:
         if isinstance(event, Finished):
@@ -306,27 +336,27 @@ class _Fold:
             self.rounds = max(self.rounds, event.round + 1)
             if self.stop:
                 self._written |= zip(event.positions, event.tokens, strict=True)
-                while (token := self._written.get(len(self._prefix))) is not None and token not in self.eos:
-                    self._prefix.append(token)
-                self.stopped = self._cut(self._prefix) is not None
+                self._extend()
 
-    def _cut(self, tokens: Sequence[int]) -> str | None:
-        """Text before the earliest stop string, or None."""
-        text = self.tokenizer.decode(tokens)
-        places = [place for place in (text.find(stop) for stop in self.stop) if place >= 0]
-        return text[: min(places)] if places else None
+    def _extend(self) -> None:
+        while not self.stopped:
+            token = self._written.get(len(self._prefix))
+            if token is None or token in self.eos:
+                return
+            self._prefix.append(token)
+            text = self.tokenizer.decode(self._prefix)
+            places = [place for place in (text.find(stop) for stop in self.stop) if place >= 0]
+            self._cut = text[: min(places)] if places else None
 
     def close(self) -> tuple[str, Finished]:
         """The text, and the last event: the decoder's own, or one that ends before a stop string."""
-        tokens = list(self._finished.tokens if self._finished is not None else self._prefix)
-        cut = self._cut(tokens) if self.stop else None
-        if cut is None:
+        if self._cut is None:
             assert self._finished is not None
-            text, finished = self.tokenizer.decode(tokens), self._finished
+            text, finished = self.tokenizer.decode(self._finished.tokens), self._finished
         else:
-            kept = 0  # tokens that lie wholly before the stop string
-            while kept < len(tokens) and len(self.tokenizer.decode(tokens[: kept + 1])) <= len(cut):
-                kept += 1
-            text, finished = cut, Finished("stop", tuple(tokens[:kept]), False)
+            kept = len(self._prefix)  # tokens that lie wholly before the stop string
+            while len(self.tokenizer.decode(self._prefix[:kept])) > len(self._cut):
+                kept -= 1
+            text, finished = self._cut, Finished("stop", tuple(self._prefix[:kept]), False)
         self.events.append(finished)
         return text, finished

@@ -36,17 +36,15 @@ def uniform(seed: int, round: int, turn: int, position: int) -> float:
     return (int.from_bytes(digest, "big") >> 11) / (1 << 53)
 
 
-def draw_rows(probabilities: Tensor, shaping: Shaping, uniforms: Tensor) -> Tensor:
+def draw_rows(logits: Tensor, shaping: Shaping, uniforms: Tensor) -> Tensor:
     """One token for each row by inversion of the shaped distribution: int64 [R].
 
-    probabilities: float32 [R, V], barred ids set to 0 (rows need not sum to 1). uniforms: [R] in [0, 1). Shaping in
-    the usual order: temperature, then top-k, then top-p; of equals the lowest id comes first.
+    logits: [R, V] up to a constant a row, barred ids at -inf. uniforms: [R] in [0, 1). Shaping in the usual order:
+    temperature, then top-k, then top-p; of equals the lowest id comes first.
     """
-    import torch
-
     assert shaping.temperature > 0
-    ordered, ids = probabilities.sort(dim=-1, descending=True, stable=True)
-    tempered = (ordered.log() / shaping.temperature).softmax(-1, dtype=torch.float64)
+    ordered, ids = logits.double().sort(dim=-1, descending=True, stable=True)
+    tempered = ((ordered - ordered[:, :1]) / float(shaping.temperature)).softmax(-1)
     if shaping.top_k > 0:
         tempered[:, shaping.top_k :] = 0.0
     if shaping.top_p < 1:
@@ -57,11 +55,9 @@ def draw_rows(probabilities: Tensor, shaping: Shaping, uniforms: Tensor) -> Tens
     wanted = uniforms.to(cumulative).unsqueeze(-1) * cumulative[:, -1:]
     place = (cumulative <= wanted).sum(-1, keepdim=True)
     last = (tempered > 0).sum(-1, keepdim=True) - 1  # the kept ids are a prefix of the order
-    return ids.gather(-1, torch.minimum(place, last)).squeeze(-1)
+    return ids.gather(-1, place.minimum(last)).squeeze(-1)
 
 
 def draw(probabilities: Tensor, shaping: Shaping, u: float) -> int:
-    """As `draw_rows`, for one row: float32 [V] -> token id."""
-    import torch
-
-    return int(draw_rows(probabilities[None], shaping, torch.tensor([u], dtype=torch.float64))[0])
+    """As `draw_rows`, for one row of probabilities, barred ids at 0: float32 [V] -> token id."""
+    return int(draw_rows(probabilities.log()[None], shaping, probabilities.new_tensor([u]).double())[0])

@@ -602,4 +602,6 @@ def items(family: str, split: str, seed: int = 0) -> Iterator[Item]:
 
 def take(family: str, split: str, count: int, seed: int = 0) -> list[Item]:
     """The first `count` tasks of a family in a split."""
+    if not 0 <= count <= 10_000_000:
+        raise UserError(f"a number of tasks must be between 0 and 10,000,000, got {count!s:.40}")
     return list(itertools.islice(items(family, split, seed), count))

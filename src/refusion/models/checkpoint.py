@@ -287,13 +287,17 @@ def _device(device: str | torch.device | None) -> torch.device:
     try:
         place = torch.device(device)
         torch.empty(0, device=place)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        if place.type == "meta":
+            raise RuntimeError("nothing can be computed there")
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError, TypeError) as error:
         raise UserError(f"device {str(device)!r} cannot be used ({one_line(error)[:100]})") from None
     return place
 
 
 def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     known = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if known is not None and not isinstance(known, torch.dtype):
+        raise UserError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     if (known is None and dtype is not None) or (known is not None and not known.is_floating_point):
         raise UserError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     return known

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from refusion.cache import KeyValueCache, aligned
+from refusion.config import UserError
 from refusion.methods.base import Answer, Forward
 from refusion.models.transformer import Transformer
 from refusion.sampling import draw_rows
@@ -84,16 +85,19 @@ class Runner:
         rows = sorted(set(asked))
         place = {row: i for i, row in enumerate(rows)}
         index = torch.tensor(rows, device=self.device)
-        probabilities = self.model.logits(hidden[index]).float().softmax(-1)  # [asked rows, V]
-        drafts = probabilities[[place[row] for row in forward.drafts]].masked_fill(self.barred, 0.0)
-        tokens = self._take(drafts, forward)
-        values = drafts.gather(-1, tokens[:, None])[:, 0]
+        logits = self.model.logits(hidden[index]).float()  # [asked rows, V]
+        probabilities = logits.softmax(-1)
+        if not bool(torch.isfinite(probabilities).all()):
+            raise UserError("the model's outputs are not finite: its weights are broken, or too large for their type")
+        wanted = [place[row] for row in forward.drafts]
+        tokens = self._take(logits[wanted].masked_fill(self.barred, float("-inf")), forward)
+        values = probabilities[wanted].gather(-1, tokens[:, None])[:, 0]
         checks = probabilities[[place[r] for r, _ in forward.checks], [token for _, token in forward.checks]]
         return Answer(tuple(tokens.tolist()), tuple(values.tolist()), tuple(checks.tolist()))
 
-    def _take(self, probabilities: Tensor, forward: Forward) -> Tensor:
+    def _take(self, logits: Tensor, forward: Forward) -> Tensor:
         """One token for each draft row: the likeliest (of equals the lowest id), or a draw."""
         if forward.shaping.temperature == 0:
-            return probabilities.argmax(-1)
+            return logits.argmax(-1)
         uniforms = torch.tensor(forward.uniforms, dtype=torch.float64, device=self.device)
-        return draw_rows(probabilities, forward.shaping, uniforms)
+        return draw_rows(logits, forward.shaping, uniforms)

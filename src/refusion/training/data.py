@@ -7,9 +7,11 @@ never interrupted. This module knows no model and no loss.
 from __future__ import annotations
 
 import array
+import contextlib
 import hashlib
 import json
 import os
+import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +72,7 @@ def cached_store(path: Path, fingerprint: object, build: Callable[[], RowStore])
     """The store at `path` if it was made from the same `fingerprint` (any JSON value); else build and save it."""
     digest = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()[:16]
     path = path.with_name(f"{path.stem}-{digest}.npz")
-    if path.exists():
+    with contextlib.suppress(OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile):  # damaged: made anew
         return RowStore.load(path)
     store = build()
     store.save(path)

@@ -28,7 +28,7 @@ class Row:
 def read(path: Path) -> Iterator[Row]:
     """The rows of a file; blank lines are skipped."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except FileNotFoundError:
         raise UserError(f"no such data file: {path}") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -41,19 +41,23 @@ def read(path: Path) -> Iterator[Row]:
 def _row(line: str, place: str) -> Row:
     try:
         entry = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{place}: not JSON ({error})") from None
     if not isinstance(entry, dict):
         raise UserError(f"{place}: must be an object with 'prompt' and 'response', got {type(entry).__name__}")
     for key in ("prompt", "response"):
         if not isinstance(entry.get(key), str):
             raise UserError(f"{place}: {key!r} must be a string, got {entry.get(key)!r:.40}")
+        if any("\ud800" <= character <= "\udfff" for character in entry[key]):
+            raise UserError(f"{place}: {key!r} holds half of a surrogate pair")
         if not entry[key].strip():
             raise UserError(f"{place}: {key!r} is empty")
     return Row(entry["prompt"], entry["response"])
 
 
-def rows(tokenizer: Tokenizer, files: Sequence[str], context: int, cache: Path, name: str) -> tuple[RowStore, int]:
+def rows(
+    tokenizer: Tokenizer, eos: int, files: Sequence[str], context: int, cache: Path, name: str
+) -> tuple[RowStore, int]:
     """All rows of some files as token ids, and how many were dropped because they are longer than `context` tokens.
 
     Prompts go through the model's chat template, if it has one. The store is kept in `cache` under a fingerprint of the
@@ -65,11 +69,11 @@ def rows(tokenizer: Tokenizer, files: Sequence[str], context: int, cache: Path, 
         raise UserError(f"{', '.join(files)}: no rows")
     content = hashlib.sha256("\0".join(f"{row.prompt}\1{row.response}" for row in read_all).encode()).hexdigest()
     sample = tokenizer.encode("the quick brown fox 0123")
-    fingerprint = [content, context, tokenizer.vocab_size, sample, tokenizer.chat_template]
+    fingerprint = [content, context, eos, tokenizer.vocab_size, sample, tokenizer.chat_template]
     store = cached_store(
         cache / f"{name}.npz",
         fingerprint,
-        lambda: RowStore.build(pair for row in read_all if _fits(pair := encode(tokenizer, row), context)),
+        lambda: RowStore.build(pair for row in read_all if _fits(pair := encode(tokenizer, eos, row), context)),
     )
     if len(store) == 0:
         raise UserError(f"{', '.join(files)}: every row is longer than the context of {context} tokens")
@@ -80,11 +84,10 @@ def _fits(pair: tuple[list[int], list[int]], context: int) -> bool:
     return len(pair[0]) + len(pair[1]) <= context
 
 
-def encode(tokenizer: Tokenizer, row: Row) -> tuple[list[int], list[int]]:
+def encode(tokenizer: Tokenizer, eos: int, row: Row) -> tuple[list[int], list[int]]:
     """Prompt and response as token ids; the response ends with end-of-sequence."""
-    assert tokenizer.eos_token_id is not None
     if tokenizer.has_chat_template:
         prompt = tokenizer.encode_chat([{"role": "user", "content": row.prompt}])
     else:
         prompt = tokenizer.encode(row.prompt, add_special_tokens=True)
-    return prompt, [*tokenizer.encode(row.response), tokenizer.eos_token_id]
+    return prompt, [*tokenizer.encode(row.response), eos]

@@ -34,7 +34,14 @@ from refusion.config import UserError
 from refusion.methods.autoregressive import AutoregressiveObjective
 from refusion.methods.base import Objective, TokenIds
 from refusion.methods.refusion.corrupt import ReFusionObjective
-from refusion.models.checkpoint import load_model, read_config, replaced_folder, resolve_folder, save_folder
+from refusion.models.checkpoint import (
+    FolderConfig,
+    load_model,
+    read_config,
+    replaced_folder,
+    resolve_folder,
+    save_folder,
+)
 from refusion.models.tokenizer import Tokenizer
 from refusion.models.transformer import ModelConfig, Transformer
 from refusion.training import files, suite
@@ -64,10 +71,10 @@ class Run:
         if recipe.training.threads:
             torch.set_num_threads(recipe.training.threads)
         self.step, self.tokens, self.best = 0, 0, math.inf
+        start = out / "last" if resume else recipe.model.start
         self.tokenizer, self.model = self._saved_model() if resume else self._model()
-        eos = self.tokenizer.eos_token_id
-        assert eos is not None
-        self.objective = make_objective(recipe.objective, TokenIds(self.tokenizer.mask_token_id, (eos,)))
+        self._know_ends(None if start is None else read_config(resolve_folder(start)))
+        self.objective = make_objective(recipe.objective, TokenIds(self.tokenizer.mask_token_id, self.eos))
         data, batch_size = recipe.data, recipe.training.batch_size
         train, self.dropped = self._rows("train")
         if len(train) < batch_size:
@@ -79,6 +86,16 @@ class Run:
         self.optimizers = Optimizers(self.model, recipe.training)
         if resume:
             self._restore()
+
+    def _know_ends(self, folder: FolderConfig | None) -> None:
+        """End-of-sequence ids, the one that answers are taught to end with, and settings that travel with the model."""
+        own = self.tokenizer.eos_token_id
+        self.eos = folder.eos_token_ids if folder is not None else () if own is None else (own,)
+        if not self.eos:
+            raise UserError(f"{self.recipe.model.start}: names no end-of-sequence token")
+        self.end = own if own is not None else self.eos[0]
+        settings = {} if folder is None else {k: v for k, v in folder.defaults.items() if k != "method"}
+        self.defaults = {"method": self.recipe.objective.method, **settings}
 
     def _model(self) -> tuple[Tokenizer, Transformer]:
         shape = self.recipe.model
@@ -112,7 +129,7 @@ class Run:
         data, cache = self.recipe.data, self.out / "data"
         paths = data.train if split == "train" else data.validation
         if paths is not None:
-            return files.rows(self.tokenizer, paths, self.model.config.max_position_embeddings, cache, split)
+            return files.rows(self.tokenizer, self.end, paths, self.model.config.max_position_embeddings, cache, split)
         if split == "train":
             return suite.rows(self.tokenizer, split, data.rows_per_family, data.seed, cache), 0
         return suite.rows(self.tokenizer, split, -(-self.recipe.validation.rows // len(suite.FAMILIES)), 0, cache), 0
@@ -165,7 +182,7 @@ class Run:
             "tokens": self.tokens, "best": self.best,
         }  # fmt: skip
         with replaced_folder(self.out / name) as new:
-            save_folder(new, self.model, self.tokenizer, defaults={"method": self.recipe.objective.method})
+            save_folder(new, self.model, self.tokenizer, eos_token_ids=self.eos, defaults=self.defaults)
             if name == "last":
                 torch.save(state, new / "trainer.pt")
 
@@ -231,8 +248,11 @@ def _prepare(recipe: Recipe, out: Path, resume: bool) -> bool:
         raise UserError(f"nothing to resume: {out} holds no run")
     try:
         out.mkdir(parents=True, exist_ok=True)
-        for unfinished in out.glob(".*.tmp"):  # of a process that was killed while it saved
-            shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink()
+        if not resume and not (out / "recipe.json").exists() and any(out.iterdir()):
+            raise UserError(f"{out} is not empty and holds no run; choose another --out")
+        for pattern in (".last.*.tmp", ".best.*.tmp", ".metrics.tmp"):  # of a process that was killed while it saved
+            for unfinished in out.glob(pattern):
+                shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink()
         if not last.exists():
             (out / "metrics.jsonl").unlink(missing_ok=True)
             _write_recipe(recipe, out)
