@@ -74,7 +74,7 @@ def card(run: Path, name: str, method: str, more: str, model: refusion.Model, li
         for earlier, later in zip([{"tokens": 0}, *steps], steps, strict=False)
     )
     start = recipe["model"]["start"]
-    what = "An autoregressive base model." if start is None else f"A ReFusion model, converted from `{Path(start).name}`."
+    what = "An autoregressive base model." if start is None else "A ReFusion model, converted from `nano-ar`."
     return CARD.format(
         name=name, what=what, architecture=model.folder.architecture, parameters=count_parameters(model.folder.model),
         data=f"the suite's training split, made by its generators (seed {data['seed']}, {data['rows_per_family']:,} tasks a "

@@ -13,7 +13,7 @@ import refusion
 from refusion.events import Committed, Event
 from refusion.models.tokenizer import Tokenizer
 
-PROMPT = "Write as JSON: Mia, 34, is a pilot from Lima and likes chess."
+PROMPT = "Define f(xs): keep the even ones, keep those under 7, square each, return the sum."
 SHADES = ("#0b3c5d", "#1f6f8b", "#3a9d9b", "#76b947", "#c9b037", "#e07b39", "#b5446e", "#6b4e9b")
 CELL, GAP, LINE, LEFT = 8.4, 3, 34, 12
 

@@ -2,7 +2,7 @@
 
     import refusion
     model = refusion.load("nano")
-    result = model.generate("Work out (12+7)*3-8.")
+    result = model.generate("Write as JSON: Mia, 34, is a pilot from Lima and likes chess.")
     print(result.text, result.stats.tokens_per_forward)
 
 torch is imported when a model is loaded, not before.
