@@ -250,7 +250,8 @@ def _prepare(recipe: Recipe, out: Path, resume: bool) -> bool:
         out.mkdir(parents=True, exist_ok=True)
         if not resume and not (out / "recipe.json").exists() and any(out.iterdir()):
             raise UserError(f"{out} is not empty and holds no run; choose another --out")
-        for pattern in (".last.*.tmp", ".best.*.tmp", "..last.*.tmp", "..best.*.tmp", ".metrics.tmp"):  # of a process that was killed while it saved
+        # of a process that was killed while it saved; a folder inside a folder has two dots
+        for pattern in (".last.*.tmp", ".best.*.tmp", "..last.*.tmp", "..best.*.tmp", ".metrics.tmp"):
             for unfinished in out.glob(pattern):
                 shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink()
         if not last.exists():
