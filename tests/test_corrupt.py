@@ -74,6 +74,88 @@ def test_end_of_sequence_fills_the_last_slot_and_clean_slots_stop_at_it(monkeypa
         assert Counter(row.tokens.tolist())[EOS] == (0 if masked else 1)
 
 
+# --- unrolled rows
+
+
+def unrolled(of: Example, seed: int = 0, **settings: Any) -> TrainingRow:
+    return ReFusionObjective(IDS, unrolled_fraction=1.0, **settings).row(of, np.random.default_rng(seed))
+
+
+def test_worked_example_of_an_unrolled_row() -> None:
+    """The one in the module's docstring: the order 0, 1, 2."""
+    p, q, a, b, c, d, e = 10, 11, 12, 13, 14, 15, EOS
+    of = question(np.array([p, q]), np.array([a, b, c, d, e]))
+    row = next(
+        row for row in (unrolled(of, seed, slot_sizes=(2,), first_token_weight=3.0) for seed in range(99)) if row.targets[1] == a
+    )
+    assert row.tokens.tolist() == [p, q, a, b, c, d, e] + [MASK] * 5
+    assert row.positions.tolist() == [0, 1, 2, 3, 4, 5, 6, 2, 3, 4, 5, 6]
+    assert row.targets.tolist() == [-1, a, b, c, d, e, -1, a, b, c, d, e]
+    assert row.losses.tolist() == [AR] * 7 + [MDM] * 5
+    assert row.segments.tolist() == [0] * 7 + [1, 1, 2, 2, 3]
+    assert row.prefixes.tolist() == [0] * 7 + [2, 2, 4, 4, 6]
+    assert row.weights.tolist() == [1.0] * 7 + [3, 1, 3, 1, 3]
+
+
+@settings(max_examples=250, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 40), st.integers(0, 10**6), st.sampled_from([0.0, 0.5]), st.booleans())
+def test_each_slot_of_an_unrolled_row_sees_what_was_written_before_it(
+    size: int, length: int, seed: int, partial: float, fill: bool
+) -> None:
+    of = example(3, length)
+    row = unrolled(of, seed, slot_sizes=(size,), partial_slot_fraction=partial, eos_fill=fill)
+    clean = row.segments == 0
+    assert sorted(row.tokens[clean][3:].tolist()) == sorted(of.answer.tolist()) and MASK not in row.tokens[clean]
+    slots = list(dict.fromkeys((row.positions[clean][3:] - 3) // size))  # in the order of writing
+    assert row.segments.max() == len(slots)
+    before = 3
+    for segment, slot in enumerate(slots, 1):
+        own = row.segments == segment
+        assert set(row.prefixes[own]) == {before}
+        start, end = slot * size, min((slot + 1) * size, length)
+        assert row.positions[own].tolist()[: end - start] == list(range(3 + start, 3 + end))
+        there = np.where(row.tokens == MASK, row.targets, row.tokens)[own]
+        assert there.tolist()[: end - start] == of.answer[start:end].tolist()
+        assert set(there[end - start :]) <= {EOS} and (fill or len(there) == end - start) and len(there) <= size
+        before += end - start
+    in_order = slots == sorted(slots) and row.targets[2] >= 0
+    asked = row.targets[clean]
+    assert not in_order or asked.tolist() == [-1, -1, *of.answer, -1]
+    assert in_order or (asked[:3] == -1).all()
+
+
+def test_unrolled_rows_come_in_their_share_and_in_many_orders() -> None:
+    of = example(2, 32)
+    made = rows(ReFusionObjective(IDS, (4,), unrolled_fraction=0.4, autoregressive_fraction=0.2), of, 3000)
+    are = [row for row in made if row.segments.any()]
+    assert z(np.array([1] * len(are) + [0] * (3000 - len(are))), 0.4, 0.24) < 4
+    in_order = np.array([row.targets[1] >= 0 for row in are])
+    assert z(in_order, 0.5, 0.25) < 4
+    orders = {tuple(row.positions[row.segments == 0]) for row in are}
+    assert len(orders) > len(are) / 4
+    assert z(np.array([row.targets[1] >= 0 and not row.segments.any() for row in made]), 0.2, 0.16) < 4
+
+
+def test_rows_with_a_gap_are_never_unrolled() -> None:
+    of = infilling(100 + np.arange(3), np.append(200 + np.arange(30), EOS), np.random.default_rng(0))
+    assert all(not unrolled(of, seed).segments.any() for seed in range(20))
+
+
+def test_the_first_token_of_every_masked_run_weighs_more() -> None:
+    of = example(2, 19)
+    for normalisation in ("targets", "upstream"):
+        for fraction in (0.0, 1.0):
+            common: dict[str, Any] = {"normalisation": normalisation, "unrolled_fraction": fraction, "partial_slot_fraction": 0.5}
+            for seed in range(30):
+                one = ReFusionObjective(IDS, (4,), **common).row(of, np.random.default_rng(seed))
+                row = ReFusionObjective(IDS, (4,), first_token_weight=2.5, **common).row(of, np.random.default_rng(seed))
+                heavy = row.weights / one.weights
+                begins = (row.tokens == MASK) & (
+                    ((row.positions - 2) % 4 == 0) | (np.roll(row.tokens, 1) != MASK)
+                )
+                assert np.allclose(heavy, np.where(begins, 2.5, 1.0))
+
+
 # --- properties
 
 
@@ -362,6 +444,8 @@ def test_all_helps_together_hit_every_kind_of_row() -> None:
     ({"slot_weights": (1.0,)}, "slot_weights"), ({"slot_weights": (0.0,) * 4}, "slot_weights"),
     ({"slot_weights": (1.0, -1.0, 1.0, 1.0)}, "slot_weights"), ({"slot_weights": (float("nan"),) * 4}, "slot_weights"),
     ({"corruption": "counts"}, "corruption"), ({"normalisation": "upsteam"}, "normalisation"),
+    ({"unrolled_fraction": 1.5}, "unrolled_fraction"), ({"unrolled_fraction": 0.6, "autoregressive_fraction": 0.5}, "together"),
+    ({"first_token_weight": 0.0}, "first_token_weight"), ({"first_token_weight": float("inf")}, "first_token_weight"),
     ({"autoregressive_fraction": 1.5}, "autoregressive_fraction"), ({"partial_slot_fraction": -0.1}, "partial_slot_fraction"),
 ])  # fmt: skip
 def test_misuse_is_one_line_that_names_the_setting(setting: dict[str, Any], message: str) -> None:

@@ -55,7 +55,8 @@ def test_the_least_recipe_has_the_papers_objective(tmp_path: Path) -> None:
 def test_every_setting_of_the_objective_arrives(tmp_path: Path) -> None:
     settings = {
         "slot_sizes": (2, 3), "slot_weights": (1.0, 2.5), "corruption": "bernoulli", "normalisation": "upstream", "mdm_scale": 0.5,
-        "autoregressive_fraction": 0.1, "partial_slot_fraction": 0.2, "eos_fill": True,
+        "autoregressive_fraction": 0.1, "partial_slot_fraction": 0.2, "eos_fill": True, "unrolled_fraction": 0.3,
+        "first_token_weight": 2.0,
     }  # fmt: skip
     toml = {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
     overrides = {f"objective.{k}": str(v).lower() if isinstance(v, bool) else str(v) for k, v in toml.items()}
@@ -172,6 +173,9 @@ def test_every_wrongly_typed_value_is_named(section: str, key: str, value: str, 
     ("model.num_key_value_heads", "3", "must be a multiple of num_key_value_heads"),
     ("objective.slot_sizes", "[]", "must not be empty"),
     ("objective.slot_sizes", "[4, 0]", "at least 1, got 0"),
+    ("data.family_weights", "[1, 2]", "7 entries (word, expression, list"),
+    ("data.family_weights", "[0, 0, 0, 0, 0, 0, 0]", "not all of them 0"),
+    ("objective.unrolled_fraction", "2.0", "between 0 and 1, got 2.0"),
     ("objective.slot_weights", "[1, 2]", "one entry for each of slot_sizes"),
     ("objective.slot_weights", "[0, 0, 0, 0]", "not all of them 0"),
     ("objective.slot_weights", "[1, -1, 1, 1]", "at least 0, got -1.0"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from refusion.methods.base import Loss, TokenIds, TrainingRow
 from refusion.methods.refusion.corrupt import AR, MDM, ReFusionObjective
 from refusion.models.transformer import ModelConfig, Transformer
 from refusion.training.data import Batch, Batches, RowStore, collate, question
-from refusion.training.step import accumulate, evaluate
+from refusion.training.step import accumulate, evaluate, visible
 
 MASK, EOS, VOCAB = 3, 2, 43
 IDS = TokenIds(MASK, (EOS,))
@@ -119,9 +120,9 @@ def test_by_hand() -> None:
 
 
 def _row(tokens: list[int], targets: list[int], loss: int, weight: float) -> TrainingRow:
-    n = len(tokens)
+    n, zeros = len(tokens), np.zeros(len(tokens), dtype=np.int64)
     return TrainingRow(
-        np.array(tokens), np.arange(n), np.array(targets), np.full(n, loss), np.full(n, weight, dtype=np.float32)
+        np.array(tokens), np.arange(n), np.array(targets), np.full(n, loss), np.full(n, weight, dtype=np.float32), zeros, zeros
     )
 
 
@@ -131,6 +132,7 @@ def _row(tokens: list[int], targets: list[int], loss: int, weight: float) -> Tra
 OBJECTIVES: dict[str, Any] = {
     "refusion": ReFusionObjective(IDS, (2, 4, 8), **HELPS),
     "upstream": ReFusionObjective(IDS, (2, 4, 8), corruption="bernoulli", normalisation="upstream", mdm_scale=0.7),
+    "unrolled": ReFusionObjective(IDS, (2, 4, 8), unrolled_fraction=0.7, first_token_weight=3.0, **HELPS),
     "autoregressive": AutoregressiveObjective(prompt_loss=True),
 }
 
@@ -163,7 +165,7 @@ def test_the_order_of_rows_and_padding_change_nothing(name: str) -> None:
 
     padded = Batch(
         wider(batch.tokens, -1), wider(batch.positions, 77), wider(batch.targets, -1), wider(batch.losses, 1),
-        wider(batch.weights, 5.0), batch.counts,
+        wider(batch.weights, 5.0), batch.counts, wider(batch.segments, 0), wider(batch.prefixes, 0),
     )  # fmt: skip
     assert accumulate(model, [padded], losses) == pytest.approx(whole, rel=1e-6)
     compare(gradients(model), expected)
@@ -258,9 +260,30 @@ def test_a_reordered_row_in_a_batch_is_what_its_prefixes_say() -> None:
 def test_masked_slots_see_clean_slots_that_come_later_in_the_text() -> None:
     row = TrainingRow(
         np.array([5, 20, 21, MASK, MASK]), np.array([0, 3, 4, 1, 2]), np.array([-1, 21, -1, 9, 9]), np.array([0, 0, 0, 1, 1]),
-        np.ones(5, dtype=np.float32),
+        np.ones(5, dtype=np.float32), np.zeros(5, dtype=np.int64), np.zeros(5, dtype=np.int64),
     )  # fmt: skip
     model = fresh()
-    other = TrainingRow(np.array([5, 20, 22, MASK, MASK]), row.positions, row.targets, row.losses, row.weights)
+    other = replace(row, tokens=np.array([5, 20, 22, MASK, MASK]))
     differs = (outputs(model, row) - outputs(model, other)).abs().amax(-1) > 1e-4
     assert differs.tolist() == [False, False, True, True, True]
+
+
+@torch.no_grad()
+def test_every_segment_of_an_unrolled_row_is_a_row_of_its_own() -> None:
+    """What a masked slot's outputs are in an unrolled row, they are in an ordinary row of prefix and this slot alone."""
+    objective = ReFusionObjective(IDS, (2, 4, 8), unrolled_fraction=1.0, partial_slot_fraction=0.4, eos_fill=True)
+    model, seen = fresh(), 0
+    rows = made(objective)
+    batch = collate(rows, 2)
+    tokens, positions = torch.from_numpy(batch.tokens).clamp(min=0), torch.from_numpy(batch.positions)
+    logits = model.logits(model(tokens, positions, visible(batch)))
+    for number, row in enumerate(rows):
+        for segment in range(row.segments.max() + 1):
+            own = np.flatnonzero(row.segments == segment)
+            rest = np.arange(row.prefixes[own[0]] if segment else 0)
+            alone = np.concatenate([rest, own])
+            line = _row(row.tokens[alone].tolist(), row.targets[alone].tolist(), MDM, 1.0)
+            line = replace(line, positions=row.positions[alone])
+            assert torch.allclose(logits[number, own], outputs(model, line)[len(rest) :], atol=1e-5)
+            seen += segment > 0
+    assert seen > 2 * len(rows)

@@ -88,6 +88,9 @@ class TrainingRow:
     All arrays have one entry per token. `targets` is the token asked for at this row, or -1; `losses` the index of
     the loss (in `Objective.losses`) that it belongs to; `weights` multiplies its cross-entropy before the loss is
     normalised.
+
+    A row may hold several states of decoding side by side, each in a segment of its own: a token sees the earlier
+    tokens of its segment, and of the others those among the row's first `prefixes`. An ordinary row is one segment, 0.
     """
 
     tokens: NDArray[np.int64]
@@ -95,6 +98,8 @@ class TrainingRow:
     targets: NDArray[np.int64]
     losses: NDArray[np.int64]
     weights: NDArray[np.float32]
+    segments: NDArray[np.int64]
+    prefixes: NDArray[np.int64]
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,7 @@ def infilling(prompt: Ints, answer: Ints, rng: np.random.Generator) -> Example:
 
 @dataclass(frozen=True)
 class Batch:
-    """Padded rows [B, T] (right padding: causal rows never see it) and, for each loss, its targets and rows in the batch."""
+    """Padded rows [B, T] (right padding: causal rows never see it) and how many targets of each loss are in the batch."""
 
     tokens: Ints
     positions: Ints
@@ -112,6 +112,8 @@ class Batch:
     losses: Ints
     weights: NDArray[np.float32]
     counts: tuple[int, ...]  # targets of each loss
+    segments: Ints
+    prefixes: Ints
 
     @property
     def real_tokens(self) -> int:
@@ -138,7 +140,10 @@ def collate(rows: list[TrainingRow], losses: int) -> Batch:
     for i, row in enumerate(rows):
         weights[i, : len(row.weights)] = row.weights
     counts = tuple(int(((which == loss) & (targets >= 0)).sum()) for loss in range(losses))
-    return Batch(pad([r.tokens for r in rows], -1), pad([r.positions for r in rows], 0), targets, which, weights, counts)
+    return Batch(
+        pad([r.tokens for r in rows], -1), pad([r.positions for r in rows], 0), targets, which, weights, counts,
+        pad([r.segments for r in rows], 0), pad([r.prefixes for r in rows], 0),
+    )  # fmt: skip
 
 
 class Batches:

@@ -131,7 +131,7 @@ class Run:
         if paths is not None:
             return files.rows(self.tokenizer, self.end, paths, self.model.config.max_position_embeddings, cache, split)
         if split == "train":
-            return suite.rows(self.tokenizer, split, data.rows_per_family, data.seed, cache), 0
+            return suite.rows(self.tokenizer, split, data.rows_per_family, data.seed, cache, data.family_weights), 0
         return suite.rows(self.tokenizer, split, -(-self.recipe.validation.rows // len(suite.FAMILIES)), 0, cache), 0
 
     def _validation_batches(self) -> list[Batch]:
@@ -165,7 +165,8 @@ class Run:
         path, batch = self.out / "nan-batch.npz", self.batches.batch(self.step)
         np.savez(
             path, allow_pickle=False, step=self.step, tokens=batch.tokens, positions=batch.positions, targets=batch.targets,
-            losses=batch.losses, weights=batch.weights, counts=np.array(batch.counts),
+            losses=batch.losses, weights=batch.weights, counts=np.array(batch.counts), segments=batch.segments,
+            prefixes=batch.prefixes,
         )  # fmt: skip
         return UserError(f"the {what} is not finite at step {self.step}; its batch is in {path}")
 

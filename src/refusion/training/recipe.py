@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from refusion.config import UserError, nearest
+from refusion.evaluation.procedural import FAMILIES
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class DataRecipe:
     train: tuple[str, ...] | None = None  # JSON Lines files instead of the suite, {"prompt", "response"} a line
     validation: tuple[str, ...] | None = None  # the same to validate on
     rows_per_family: int = 50_000
+    family_weights: tuple[float, ...] | None = None  # multiply it, one for each of the suite's families; None: all 1
     seed: int = 0
     infill_fraction: float = 0.0  # rows with text after the gap
     vocabulary: int = 1024  # size of the byte-level BPE, when it is learnt
@@ -58,6 +60,8 @@ class ObjectiveRecipe:
     autoregressive_fraction: float = 0.0
     partial_slot_fraction: float = 0.0
     eos_fill: bool = False
+    unrolled_fraction: float = 0.0
+    first_token_weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,11 @@ class Recipe:
             raise UserError("data.train and data.validation must be given together")
         if self.data.train is not None and self.model.start is None:
             raise UserError("data.train needs model.start: a vocabulary is learnt on the suite only")
+        families = self.data.family_weights
+        if families is not None and (len(families) != len(FAMILIES) or sum(families) <= 0):
+            raise UserError(
+                f"data.family_weights must have {len(FAMILIES)} entries ({', '.join(FAMILIES)}), and not all of them 0"
+            )
         weights, sizes = self.objective.slot_weights, self.objective.slot_sizes
         if not sizes:
             raise UserError("objective.slot_sizes must not be empty")
@@ -147,7 +156,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "training.schedule": ("wsd", "cosine"),
 }
 SHARES = {  # settings between 0 and 1
-    "infill_fraction", "autoregressive_fraction", "partial_slot_fraction", "min_lr_ratio", "decay_fraction", "beta1", "beta2",
+    "infill_fraction", "autoregressive_fraction", "partial_slot_fraction", "unrolled_fraction", "min_lr_ratio",
+    "decay_fraction", "beta1", "beta2",
 }  # fmt: skip
 FROM_ZERO = {"seed", "warmup_steps", "every", "decode_every"}  # whole numbers that may be 0; all others are at least 1
 

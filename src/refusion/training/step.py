@@ -17,6 +17,18 @@ from refusion.models.transformer import Transformer
 from refusion.training.data import Batch
 
 
+def visible(batch: Batch) -> Tensor:
+    """Which tokens (last axis) each token sees, bool [B or 1, 1, T, T]: `TrainingRow` has the rule."""
+    width = batch.tokens.shape[1]
+    causal = torch.ones(width, width, dtype=torch.bool).tril()
+    if not batch.segments.any():
+        return causal[None, None]
+    segments, prefixes = torch.from_numpy(batch.segments), torch.from_numpy(batch.prefixes)
+    own = segments[:, :, None] == segments[:, None, :]
+    shared = torch.arange(width) < prefixes[:, :, None]
+    return (causal & (own | shared))[:, None]
+
+
 def loss_sums(model: Transformer, batch: Batch, losses: int, autocast: bool) -> Tensor:
     """Sum of weighted cross-entropies for each loss, float32 [losses]. The head is computed on rows with a target
     only."""
@@ -24,8 +36,7 @@ def loss_sums(model: Transformer, batch: Batch, losses: int, autocast: bool) -> 
     tokens = torch.from_numpy(batch.tokens).to(device).clamp(min=0)  # [B, T]; padding is seen by nobody
     positions = torch.from_numpy(batch.positions).to(device)
     rows = torch.from_numpy(batch.targets >= 0).to(device)
-    width = tokens.shape[1]
-    mask = torch.ones(width, width, dtype=torch.bool, device=device).tril()[None, None]
+    mask = visible(batch).to(device)
     with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
         logits = model.logits(model(tokens, positions, mask)[rows])  # [targets, V]
     targets = torch.from_numpy(batch.targets).to(device)[rows]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from refusion.training.data import RowStore, cached_store
 
 __all__ = ["FAMILIES", "learn_tokenizer", "rows"]
 
-VERSION = 1  # of the generators; a change of the tasks must change it, so that no stale rows are read
+VERSION = 2  # of the generators; a change of the tasks must change it, so that no stale rows are read
 
 
 def learn_tokenizer(size: int, seed: int, per_family: int = 10_000) -> Tokenizer:
@@ -35,14 +35,17 @@ def encode(tokenizer: Tokenizer, item: Item) -> tuple[list[int], list[int]]:
     return prompt, [*tokenizer.encode(item.answer), tokenizer.eos_token_id]
 
 
-def rows(tokenizer: Tokenizer, split: str, per_family: int, seed: int, cache: Path) -> RowStore:
-    """`per_family` rows of every family, from `cache` if they were made before."""
+def rows(
+    tokenizer: Tokenizer, split: str, per_family: int, seed: int, cache: Path, weights: Sequence[float] | None = None
+) -> RowStore:
+    """`per_family` rows of every family, times its weight, from `cache` if they were made before."""
+    counts = [round(per_family * weight) for weight in weights or [1] * len(FAMILIES)]
 
     def encoded() -> Iterator[tuple[list[int], list[int]]]:
-        for family in FAMILIES:
-            for item in procedural.take(family, split, per_family, seed):
+        for family, count in zip(FAMILIES, counts, strict=True):
+            for item in procedural.take(family, split, count, seed):
                 yield encode(tokenizer, item)
 
     sample = tokenizer.encode("the quick brown fox 0123 def f(xs): return")
-    fingerprint = [VERSION, split, per_family, seed, tokenizer.vocab_size, sample, tokenizer.chat_template]
+    fingerprint = [VERSION, split, counts, seed, tokenizer.vocab_size, sample, tokenizer.chat_template]
     return cached_store(cache / f"{split}.npz", fingerprint, lambda: RowStore.build(encoded()))

@@ -8,6 +8,14 @@ Worked example: prompt `p q` at 0, 1; answer `a b c d e` at 2..6; k = 2, so slot
     position   0  1  2  3  4  5  6        always the place in the text
     target     -  -  b  -  c  d  e        clean: next token inside the slot; masked: the token itself
     loss             ar    mdm mdm mdm
+
+An unrolled row (a help of this project, not of the paper) holds every state of one order of writing at once. The same
+example in the order 0, 1, 2; each masked copy of a slot sees the prompt, the slots written before it, and itself:
+
+    buffer     p  q  a  b  c  d  e  |  M  M  |  M  M  |  M
+    position   0  1  2  3  4  5  6  |  2  3  |  4  5  |  6
+    sees             ...causal...   |  p q   |  ..b   |  ..d
+    target     -  a  b  c  d  e  -  |  a  b  |  c  d  |  e
 """
 
 from __future__ import annotations
@@ -28,7 +36,7 @@ AR, MDM = 0, 1
 
 @dataclass(frozen=True)
 class ReFusionObjective:
-    """The hybrid objective L_AR + lambda * L_MDM, and three helps that small models need (docs/algorithm.md), off by
+    """The hybrid objective L_AR + lambda * L_MDM, and helps that small models need (docs/algorithm.md), off by
     default."""
 
     ids: TokenIds
@@ -40,6 +48,8 @@ class ReFusionObjective:
     autoregressive_fraction: float = 0.0  # rows left whole and in order, next-token targets everywhere in the answer
     partial_slot_fraction: float = 0.0  # masked slots that keep a random clean beginning
     eos_fill: bool = False  # masked positions after the end of the answer ask for end-of-sequence
+    unrolled_fraction: float = 0.0  # rows that hold every state of one order of writing, side by side
+    first_token_weight: float = 1.0  # of a masked run's first token, which decoding accepts unchecked
 
     CORRUPTIONS: ClassVar[tuple[str, ...]] = ("count", "bernoulli")
     NORMALISATIONS: ClassVar[tuple[str, ...]] = ("targets", "upstream")
@@ -57,9 +67,13 @@ class ReFusionObjective:
             raise UserError(f"corruption must be one of {', '.join(self.CORRUPTIONS)}, got {self.corruption!r}")
         if self.normalisation not in self.NORMALISATIONS:
             raise UserError(f"normalisation must be one of {', '.join(self.NORMALISATIONS)}, got {self.normalisation!r}")
-        for name in ("autoregressive_fraction", "partial_slot_fraction"):
+        for name in ("autoregressive_fraction", "partial_slot_fraction", "unrolled_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"{name} must be between 0 and 1, got {getattr(self, name)}")
+        if self.autoregressive_fraction + self.unrolled_fraction > 1:
+            raise UserError("autoregressive_fraction and unrolled_fraction must not be more than 1 together")
+        if not 0 < self.first_token_weight < math.inf:
+            raise UserError(f"first_token_weight must be greater than 0, got {self.first_token_weight}")
 
     @property
     def losses(self) -> tuple[Loss, ...]:
@@ -67,9 +81,12 @@ class ReFusionObjective:
 
     def row(self, example: Example, rng: np.random.Generator) -> TrainingRow:
         """Corrupt one example: draw a slot size and t, mask slots, order them, set targets."""
-        if example.room is None and rng.random() < self.autoregressive_fraction:
+        kind = rng.random() if example.room is None else 1.0
+        if kind < self.autoregressive_fraction:
             return next_token_row(example, AR)
         size = self._slot_size(rng)
+        if kind < self.autoregressive_fraction + self.unrolled_fraction:
+            return self._unrolled(example, size, rng)
         answer = self._filled(example, size, rng)
         count = -(-len(answer) // size)
         masked, p = choose_slots(count, self.corruption, rng)
@@ -78,8 +95,35 @@ class ReFusionObjective:
             self._add_clean(builder, example, answer, slot * size, size)
         for slot in np.flatnonzero(masked):
             self._add_masked(builder, example, answer, int(slot) * size, size, rng)
-        weight = 1.0 if self.normalisation == "targets" else 1.0 / (p * len(answer))
-        return builder.build({MDM: weight})
+        return builder.build({MDM: self._weight(p, len(answer))})
+
+    def _unrolled(self, example: Example, size: int, rng: np.random.Generator) -> TrainingRow:
+        """The whole answer, slots in the order of writing; then each slot masked, seeing what was written before it.
+
+        Half of the orders are left to right (then every token of the answer is asked for by the one before it, as in an
+        autoregressive row); in the others a slot has moved by up to 3 places, or anywhere.
+        """
+        answer = example.answer
+        count = -(-len(answer) // size)
+        spread = int(rng.choice((0, 0, 3, count)))
+        order = np.argsort(np.arange(count) + spread * rng.random(count), kind="stable")
+        builder = RowBuilder(example)
+        seen = []  # how much of the row each slot sees when it is masked
+        for slot in order:
+            seen.append(len(builder))
+            self._add_clean(builder, example, answer, int(slot) * size, size)
+        fill = self._filled(example, size, rng)[: count * size]
+        for slot, prefix in zip(order, seen, strict=True):
+            self._add_masked(builder, example, fill, int(slot) * size, size, rng, builder.new_segment(), prefix)
+        row = builder.build({MDM: self._weight(1.0, len(answer))})
+        if spread == 0:
+            start, end = len(example.context), len(example.context) + len(answer)
+            row.targets[start - 1 : end - 1] = answer
+        return row
+
+    def _weight(self, p: float, length: int) -> float:
+        """Weight of a masked token's loss in a row of which each slot was masked with probability p."""
+        return 1.0 if self.normalisation == "targets" else 1.0 / (p * length)
 
     def _slot_size(self, rng: np.random.Generator) -> int:
         if self.slot_weights is None:
@@ -110,17 +154,22 @@ class ReFusionObjective:
         builder.add(tokens, example.start + start, targets, AR)
 
     def _add_masked(
-        self, builder: RowBuilder, example: Example, answer: NDArray[np.int64], start: int, size: int, rng: np.random.Generator
-    ) -> None:
+        self, builder: RowBuilder, example: Example, answer: NDArray[np.int64], start: int, size: int,
+        rng: np.random.Generator, segment: int = 0, prefix: int = 0,
+    ) -> None:  # fmt: skip
         tokens = answer[start : start + size]
         real = min(len(tokens), len(example.answer) - start)  # before the fill
         known = 0
         if real > 1 and rng.random() < self.partial_slot_fraction:
             known = int(rng.integers(1, real))
         if known:
-            builder.add(tokens[:known], example.start + start, np.append(tokens[1:known], -1), AR)
+            targets = np.append(tokens[1:known], -1)
+            builder.add(tokens[:known], example.start + start, targets, AR, segment=segment, prefix=prefix)
         assert self.ids.mask is not None
-        builder.add(np.full(len(tokens) - known, self.ids.mask), example.start + start + known, tokens[known:], MDM)
+        builder.add(
+            np.full(len(tokens) - known, self.ids.mask), example.start + start + known, tokens[known:], MDM,
+            first_weight=self.first_token_weight, segment=segment, prefix=prefix,
+        )  # fmt: skip
 
 
 def choose_slots(count: int, corruption: str, rng: np.random.Generator) -> tuple[NDArray[np.bool_], float]:
