@@ -10,6 +10,7 @@ import re
 import statistics
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,6 +51,18 @@ def tokenizer() -> Tokenizer:
     return suite.learn_tokenizer(1024, 0, per_family=300)
 
 
+def test_families_come_in_the_shares_that_are_asked_for(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    even = suite.rows(tokenizer, "train", 4, 0, tmp_path)
+    assert len(even) == 4 * len(FAMILIES)
+    weighted = suite.rows(tokenizer, "train", 4, 0, tmp_path, [0.5, 0, 2, 1, 0, 0, 0])
+    prompts = [tokenizer.decode(weighted.pair(i)[0].tolist()) for i in range(len(weighted))]
+    assert [sum(start in p for p in prompts) for start in ("Write as JSON", "Write f(", "Solve")] == [4, 0, 0]
+    assert sum("First" in p for p in prompts) == 8 and len(prompts) == 14
+    for wrong in ([1.0], [0] * len(FAMILIES)):
+        with pytest.raises(UserError, match=f"family_weights must have {len(FAMILIES)} entries"):
+            suite.rows(tokenizer, "train", 4, 0, tmp_path, wrong)
+
+
 # --- streams and splits
 
 
@@ -72,7 +85,7 @@ def test_texts_are_those_that_models_were_trained_on() -> None:
     for family, split in BOTH:
         for item in sample(family, split)[:100]:
             digest.update(f"{item.prompt}\0{item.answer}\0".encode())
-    assert (suite.VERSION, digest.hexdigest()[:16]) == (1, "1de35548ceb5a0ec")
+    assert (suite.VERSION, digest.hexdigest()[:16]) == (2, "52b7a8a4c1b345ae")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

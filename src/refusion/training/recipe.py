@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from refusion.config import UserError, nearest
-from refusion.evaluation.procedural import FAMILIES
 
 
 @dataclass(frozen=True)
@@ -118,11 +117,6 @@ class Recipe:
             raise UserError("data.train and data.validation must be given together")
         if self.data.train is not None and self.model.start is None:
             raise UserError("data.train needs model.start: a vocabulary is learnt on the suite only")
-        families = self.data.family_weights
-        if families is not None and (len(families) != len(FAMILIES) or sum(families) <= 0):
-            raise UserError(
-                f"data.family_weights must have {len(FAMILIES)} entries ({', '.join(FAMILIES)}), and not all of them 0"
-            )
         weights, sizes = self.objective.slot_weights, self.objective.slot_sizes
         if not sizes:
             raise UserError("objective.slot_sizes must not be empty")

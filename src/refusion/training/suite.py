@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
+from refusion.config import UserError
 from refusion.evaluation import procedural
 from refusion.evaluation.procedural import FAMILIES, Item
 from refusion.models.tokenizer import Tokenizer
@@ -39,7 +40,10 @@ def rows(
     tokenizer: Tokenizer, split: str, per_family: int, seed: int, cache: Path, weights: Sequence[float] | None = None
 ) -> RowStore:
     """`per_family` rows of every family, times its weight, from `cache` if they were made before."""
-    counts = [round(per_family * weight) for weight in weights or [1] * len(FAMILIES)]
+    weights = weights or [1] * len(FAMILIES)
+    counts = [round(per_family * weight) for weight in weights]
+    if len(weights) != len(FAMILIES) or sum(counts) < 1:
+        raise UserError(f"data.family_weights must have {len(FAMILIES)} entries ({', '.join(FAMILIES)}), and not all of them 0")
 
     def encoded() -> Iterator[tuple[list[int], list[int]]]:
         for family, count in zip(FAMILIES, counts, strict=True):
