@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO, get_type_hint
 from cyclopts import App, CycloptsError, Group, Parameter, UnknownOptionError, UnusedCliTokensError
 
 from refusion import __version__
-from refusion.config import AutoregressiveConfig, DecodeConfig, UserError, nearest
+from refusion.config import CONFIGS, AutoregressiveConfig, DecodeConfig, GenerationConfig, UserError, nearest
 from refusion.progress import bar
 
 if TYPE_CHECKING:
@@ -80,15 +80,17 @@ SETTINGS_HELP = {
 
 
 def _settings_flags() -> type:
-    """`DecodeConfig` as flags: the same names and types, unset unless given, and without its checks."""
-    hints, own = get_type_hints(DecodeConfig), {f.name for f in fields(AutoregressiveConfig)}
-    entries: list[tuple[str, Any, Any]] = []
-    for f in fields(DecodeConfig):
-        default = DecodeConfig.DEFAULTS[f.name]
-        shown = "" if isinstance(default, tuple | bool) else f" Default: the model's own, else {default}."
-        parameter = Parameter(help=SETTINGS_HELP[f.name] + shown, group=WRITING if f.name in own else SLOTS)
-        entries.append((f.name, Annotated[hints[f.name], parameter], field(default=None)))
-    return make_dataclass("Settings", entries, namespace={"__module__": __name__}, kw_only=True, frozen=True)
+    """The settings of all methods as flags: the same names and types, unset unless given, and without their checks."""
+    own = {f.name for f in fields(GenerationConfig)}
+    entries: dict[str, tuple[str, Any, Any]] = {}
+    for config in CONFIGS.values():
+        hints = get_type_hints(config)
+        for f in fields(config):
+            default = config.DEFAULTS[f.name]
+            shown = "" if isinstance(default, tuple | bool) else f" Default: the model's own, else {default}."
+            parameter = Parameter(help=SETTINGS_HELP[f.name] + shown, group=WRITING if f.name in own else SLOTS)
+            entries.setdefault(f.name, (f.name, Annotated[hints[f.name], parameter], field(default=None)))
+    return make_dataclass("Settings", entries.values(), namespace={"__module__": __name__}, kw_only=True, frozen=True)
 
 
 if TYPE_CHECKING:
@@ -96,7 +98,10 @@ if TYPE_CHECKING:
 else:
     Settings = _settings_flags()
 
-Method = Literal["refusion", "autoregressive"]
+if TYPE_CHECKING:
+    Method = str
+else:
+    Method = Literal[tuple(CONFIGS)]
 SettingsFlags = Annotated[Settings, Parameter(name="*")]
 UNSET = Settings()
 ModelFlag = Annotated[
@@ -174,7 +179,7 @@ def generate(
     For example:
       refusion generate --live "List: 84 48 26 51. First reverse, then keep those over 50."
     """
-    given = _decode_config(settings)
+    given = _given(settings)
     if compare and json:
         raise UserError("--compare cannot be used with --json")
     delay = _delay(live, live_delay)
@@ -286,7 +291,7 @@ def evaluate(
     For example:
       refusion eval --model nano --split test --limit 100
     """
-    given = _decode_config(settings)
+    given = _given(settings)
     from refusion.evaluation.procedural import SPLITS
 
     if split not in SPLITS:
@@ -430,15 +435,15 @@ def _describe(name: str) -> dict[str, Any]:
 
     folder = resolve_folder(name)
     config, tokenizer = read_config(folder), Tokenizer.from_folder(folder)
-    slots = config.mask_token_id is not None and config.defaults.get("method") != "autoregressive"
-    wanted = DecodeConfig() if slots else AutoregressiveConfig()
+    method = str(config.defaults.get("method", "refusion")) if config.mask_token_id is not None else "autoregressive"
+    wanted = CONFIGS[method]()
     shape = config.model
     return {
         "model": name, "folder": str(folder), "architecture": config.architecture, "parameters": config.parameters,
         "layers": shape.num_hidden_layers, "hidden_size": shape.hidden_size, "vocabulary": shape.vocab_size,
         "context": shape.max_position_embeddings, "mask_token_id": config.mask_token_id,
         "mask_token": tokenizer.mask_token, "eos_token_ids": list(config.eos_token_ids),
-        "chat_template": tokenizer.has_chat_template, "method": "refusion" if slots else "autoregressive",
+        "chat_template": tokenizer.has_chat_template, "method": method,
         "defaults": wanted.resolve(config.defaults).to_dict(), **_card(folder / "README.md"),
     }  # fmt: skip
 
@@ -496,25 +501,24 @@ def examples(
 # --- shared
 
 
-def _decode_config(settings: DecodeConfig) -> DecodeConfig:
+def _given(settings: Any) -> dict[str, Any]:
     """The flags that were given, checked. Raises `UserError` naming the setting."""
-    return DecodeConfig(**{f.name: getattr(settings, f.name) for f in fields(DecodeConfig)})
+    given = {f.name: getattr(settings, f.name) for f in fields(settings) if getattr(settings, f.name) is not None}
+    for config in CONFIGS.values():
+        config(**{f.name: given[f.name] for f in fields(config) if f.name in given})
+    return given
 
 
-def _config(given: DecodeConfig, method: str | None, model: Model) -> Config:
+def _config(given: dict[str, Any], method: str | None, model: Model) -> Config:
     """The settings in the shape that the method takes; says which of them it ignores."""
-    if method is None:
-        method = "refusion" if isinstance(model.settings(), DecodeConfig) else "autoregressive"
-    config: Config = given
-    if method == "autoregressive":
-        shared = {f.name for f in fields(AutoregressiveConfig)}
-        for f in fields(DecodeConfig):
-            if f.name not in shared and getattr(given, f.name) is not None:
-                _warn(f"{_flag(f.name)} is ignored: {model.name} writes token by token here")
-        config = AutoregressiveConfig(**{name: getattr(given, name) for name in shared})
+    kind = CONFIGS[method or model.method]
+    own = {f.name for f in fields(kind)}
+    for name in sorted(given.keys() - own):
+        _warn(f"{_flag(name)} is ignored: {model.name} writes by the method {kind.method} here")
+    config = kind(**{name: value for name, value in given.items() if name in own})
     if model.settings(config).temperature == 0:
         for name in ("top_k", "top_p"):
-            if getattr(given, name) is not None:
+            if name in given:
                 _warn(f"{_flag(name)} is ignored at temperature 0")
     return config
 

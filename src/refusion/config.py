@@ -59,6 +59,8 @@ class GenerationConfig:
     stop: tuple[str, ...] | None = None
     ignore_eos: bool | None = None
 
+    method: ClassVar[str] = ""  # name of the method that takes these settings
+
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
         "max_new_tokens": 128, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0, "stop": (), "ignore_eos": False,
     }  # fmt: skip
@@ -123,6 +125,8 @@ class GenerationConfig:
 class AutoregressiveConfig(GenerationConfig):
     """Token by token, left to right."""
 
+    method: ClassVar[str] = "autoregressive"
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig(GenerationConfig):
@@ -134,6 +138,8 @@ class DecodeConfig(GenerationConfig):
         slot_threshold: choose slots whose first drafted token is likelier than this, 0 to 1.
         token_threshold: accept drafted tokens that are verified as likelier than this, 0 to 1.
     """
+
+    method: ClassVar[str] = "refusion"
 
     slot_size: int | None = None
     block_size: int | None = None
@@ -167,3 +173,6 @@ class DecodeConfig(GenerationConfig):
         assert self.slot_size is not None and self.block_size is not None
         if self.block_size < self.slot_size:
             raise UserError(f"block_size must be at least slot_size ({self.slot_size}), got {self.block_size}")
+
+
+CONFIGS: Mapping[str, type[GenerationConfig]] = {c.method: c for c in (DecodeConfig, AutoregressiveConfig)}  # by method

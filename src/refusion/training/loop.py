@@ -31,9 +31,8 @@ import numpy as np
 import torch
 
 from refusion.config import UserError
-from refusion.methods.autoregressive import AutoregressiveObjective
 from refusion.methods.base import Objective, TokenIds
-from refusion.methods.refusion.corrupt import ReFusionObjective
+from refusion.methods.registry import METHODS
 from refusion.models.checkpoint import (
     FolderConfig,
     load_model,
@@ -56,11 +55,8 @@ Progress = Callable[[int, int, str], None]  # steps done, steps in all, a note
 
 def make_objective(recipe: ObjectiveRecipe, ids: TokenIds) -> Objective:
     """The objective that a recipe names."""
-    settings = asdict(recipe)
-    if settings.pop("method") == "autoregressive":
-        return AutoregressiveObjective(settings["prompt_loss"])
-    settings.pop("prompt_loss")
-    return ReFusionObjective(ids, **settings)
+    method = METHODS[recipe.method]
+    return method.objective(ids, {name: getattr(recipe, name) for name in method.settings})
 
 
 class Run:
@@ -166,7 +162,7 @@ class Run:
         np.savez(
             path, allow_pickle=False, step=self.step, tokens=batch.tokens, positions=batch.positions, targets=batch.targets,
             losses=batch.losses, weights=batch.weights, counts=np.array(batch.counts), segments=batch.segments,
-            prefixes=batch.prefixes,
+            prefixes=batch.prefixes, bidirectional=batch.bidirectional,
         )  # fmt: skip
         return UserError(f"the {what} is not finite at step {self.step}; its batch is in {path}")
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from refusion.config import UserError, nearest
+from refusion.methods.registry import METHODS
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class ModelRecipe:
 class ObjectiveRecipe:
     """How rows are corrupted; see `ReFusionObjective` and `AutoregressiveObjective`."""
 
-    method: str  # "refusion" or "autoregressive"
+    method: str  # see methods/registry.py
     prompt_loss: bool = False
     slot_sizes: tuple[int, ...] = (4, 8, 16, 32)
     slot_weights: tuple[float, ...] | None = None
@@ -132,8 +133,7 @@ class Recipe:
 def ignored(recipe: Recipe) -> list[str]:
     """Settings that were given and have no effect, by their full names."""
     method = recipe.objective.method
-    idle = [f.name for f in fields(ObjectiveRecipe) if f.name not in ("method", "prompt_loss")]
-    idle = idle if method == "autoregressive" else ["prompt_loss"]
+    idle = {f.name for f in fields(ObjectiveRecipe)} - METHODS[method].settings - {"method"}
     names = [f"objective.{f.name}" for f in fields(ObjectiveRecipe)
              if f.name in idle and getattr(recipe.objective, f.name) != f.default]  # fmt: skip
     if method == "autoregressive" and recipe.data.infill_fraction and recipe.objective.prompt_loss:
@@ -143,7 +143,7 @@ def ignored(recipe: Recipe) -> list[str]:
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "data.suite": ("nano",),
-    "objective.method": ("refusion", "autoregressive"),
+    "objective.method": tuple(METHODS),
     "objective.corruption": ("count", "bernoulli"),
     "objective.normalisation": ("targets", "upstream"),
     "training.optimizer": ("adamw", "muon"),
