@@ -1,4 +1,4 @@
-"""The command `refusion`: generate, eval, train, info, examples.
+"""The command `refusion`: generate, eval, bench, train, info, examples.
 
 Contract: `main(argv)` returns an exit code and never shows a traceback for what the user can put right: one line on
 stderr and 2. Answers go to stdout, everything else to stderr. Commands import what they need when they run: help must
@@ -320,10 +320,52 @@ def _table(report: dict[str, Any]) -> Iterator[str]:
     yield "settings: " + _assignments(report["settings"])
 
 
-# --- train
+# --- bench
 
 
 @app.command(sort_key=3)
+def bench(
+    *,
+    model: Annotated[list[str], Parameter(group=INPUT, help="Models to compare; give it several times for several.")] = ["nano"],  # noqa: B006
+    methods: Annotated[
+        str, Parameter(group=INPUT, help="Methods, with commas between. Token by token is always measured beside them.")
+    ] = "refusion,autoregressive",
+    device: DeviceFlag = None,
+    dtype: DtypeFlag = None,
+    threads: ThreadsFlag = None,
+    suite: Annotated[str, Parameter(group=RUN, help="The tasks: nano.")] = "nano",
+    split: Annotated[str, Parameter(group=RUN, help="train, validation, test or hard.")] = "test",
+    limit: LimitFlag = 10,
+    repeats: Annotated[int, Parameter(group=RUN, help="Times that every prompt is answered. Higher: surer times.")] = 3,
+    batch_sizes: Annotated[str, Parameter(group=RUN, help="Prompts answered at once, with commas between. Only 1 yet.")] = "1",
+    json: Annotated[bool, _switch(RUN, "Print one JSON object instead of a Markdown table.")] = False,
+    settings: SettingsFlags = UNSET,
+) -> None:
+    """Compare methods and models: speed, accuracy, memory, on the same prompts.
+
+    Contestants take turns on every prompt, so a machine that slows down favours
+    none. Let nothing else run meanwhile. Settings count for the methods that
+    know them; the others take the model's own.
+    For example:
+      refusion bench --model nano --methods refusion,autoregressive --limit 10
+    """
+    given = _given(settings)
+    if batch_sizes.replace(" ", "") != "1":
+        raise UserError(f"--batch-sizes must be 1, got {batch_sizes!r}: prompts are answered one after another yet")
+    from refusion.evaluation import bench as benchmark
+
+    loaded = [_load(name, device, dtype, threads) for name in dict.fromkeys(model)]
+    wanted = [name.strip() for name in methods.split(",") if name.strip()]
+    entries = benchmark.contestants(loaded, wanted, [given])
+    with bar("answers") as progress:
+        report = benchmark.run(entries, suite=suite, split=split, limit=limit, repeats=repeats, progress=progress)
+    print(globals()["json"].dumps(report) if json else benchmark.markdown(report))
+
+
+# --- train
+
+
+@app.command(sort_key=4)
 def train(
     recipe: Annotated[Path, Parameter(group=RUN, help="A TOML file, such as recipes/nano.toml.")],
     /,
@@ -406,10 +448,48 @@ def _validation(method: str) -> Decode:
     return decode
 
 
-# --- info
+# --- reproduce
 
 
 @app.command(sort_key=4)
+def reproduce(
+    plan: Annotated[Path, Parameter(group=RUN, help="A TOML file, such as recipes/reproduce-nano.toml.")],
+    /,
+    *,
+    out: Annotated[Path | None, Parameter(group=RUN, help="Folder of all results. Default: runs/reproduce-NAME.")] = None,
+    max_steps: Annotated[
+        int | None, Parameter(group=RUN, help="Train each method for fewer steps, to see that everything works.")
+    ] = None,
+    device: Annotated[str | None, Parameter(group=RUN, help="cpu, cuda, ... Default: cuda if there is one.")] = None,
+) -> int:
+    """Repeat the paper's controlled comparison, and write the report.
+
+    Every method continues from one autoregressive base on the same rows; settings
+    are searched on the validation split and measured on the test split. Stopped
+    by Ctrl-C, the same command goes on where it was.
+    For example:
+      refusion reproduce recipes/reproduce-nano.toml
+    """
+    import torch
+
+    from refusion import reproduce as comparison
+
+    loaded = comparison.load_plan(plan)
+    if max_steps is not None:
+        loaded = comparison.shortened(loaded, max_steps)
+    folder = out or Path("runs") / f"reproduce-{loaded.name}"
+    table = comparison.run(loaded, folder, device=_train_device(device, torch), progress=bar)
+    if table is None:
+        print("stopped and saved; the same command goes on from here", file=sys.stderr)
+        return INTERRUPTED
+    print(folder / "report" / "report.md")
+    return 0
+
+
+# --- info
+
+
+@app.command(sort_key=5)
 def info(
     model: Annotated[str, Parameter(group=RUN, help="A model of the package, a model folder, or a hub id.")] = "nano",
     *,
@@ -471,7 +551,7 @@ def _readable(value: Any) -> str:
 # --- examples
 
 
-@app.command(sort_key=5)
+@app.command(sort_key=6)
 def examples(
     *,
     family: Annotated[str | None, Parameter(group=RUN, help="Only this family of tasks. Default: all of them.")] = None,

@@ -189,7 +189,12 @@ def load(path: Path, overrides: Mapping[str, str] | None = None) -> Recipe:
         raise UserError(f"{path}: {error}") from None
     for key, text in (overrides or {}).items():
         _override(table, key.replace("-", "_"), text, str(path))
-    recipe: Recipe = _build(Recipe, table, str(path), "")
+    return from_table(table, str(path))
+
+
+def from_table(table: Mapping[str, Any], source: str) -> Recipe:
+    """A recipe from TOML tables; `source` is what a complaint names."""
+    recipe: Recipe = _build(Recipe, dict(table), source, "")
     return recipe
 
 
