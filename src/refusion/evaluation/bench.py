@@ -242,8 +242,8 @@ def machine(model: Model) -> dict[str, Any]:
     device = torch.cuda.get_device_name(weight.device) if weight.device.type == "cuda" else _processor()
     return {
         "device": device, "cores": os.cpu_count(), "threads": torch.get_num_threads(),
-        "dtype": str(weight.dtype).removeprefix("torch."), "torch": torch.__version__, "python": platform.python_version(), "system": platform.system(),
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "dtype": str(weight.dtype).removeprefix("torch."), "torch": torch.__version__, "python": platform.python_version(),
+        "system": platform.system(), "time": datetime.now(UTC).isoformat(timespec="seconds"),
     }  # fmt: skip
 
 
@@ -271,7 +271,8 @@ def markdown(report: dict[str, Any]) -> str:
         latency = row["latency_seconds"]
         lines.append(
             f"| {row['model']} | {row['method']} | {row['accuracy']:.3f} | {row['tokens_per_forward']:.2f} "
-            f"| {row['rows_per_token']:.1f} | {row['tokens_per_second']:,.0f} ({low:,.0f}-{high:,.0f}) | {row['tokens_per_second_after_first_forward']:,.0f} "
+            f"| {row['rows_per_token']:.1f} | {row['tokens_per_second']:,.0f} ({low:,.0f}-{high:,.0f}) "
+            f"| {row['tokens_per_second_after_first_forward']:,.0f} "
             f"| {row['speedup']:.2f} | {row['first_commit_seconds'] * 1000:.0f} ms "
             f"| {latency['p50'] * 1000:.0f} / {latency['p99'] * 1000:.0f} ms | {row['peak_memory_bytes'] / 2**20:,.0f} MiB |"
         )

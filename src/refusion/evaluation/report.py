@@ -64,7 +64,7 @@ HEAD = ("method", "accuracy", "tokens/forward", "rows/token", "tokens/s", "speed
 def lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     """One line of text cells for every chosen row."""
     base = next((row["tokens_per_second"] for row in rows if row["method"] == "autoregressive" and row["chosen"]), None)
-    out = []
+    out: list[tuple[str, ...]] = []
     for row in rows:
         if row["chosen"]:
             own = [r for r in rows if r["entry"] == row["entry"]]
