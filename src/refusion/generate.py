@@ -74,6 +74,15 @@ class Result:
         return out | ({"events": [to_dict(event) for event in self.events]} if events else {})
 
 
+@dataclass(frozen=True)
+class Likelihood:
+    """Of a given answer."""
+
+    log_probability: float  # natural logarithm, summed over tokens
+    greedy: bool  # every token is the likeliest at its place
+    tokens: int
+
+
 def load(model: str | Path, device: str | None = None, dtype: str | torch.dtype | None = None) -> Model:
     """Load a model: "nano" or "nano-ar" (they come with the package), a Hugging Face folder, or a hub id.
 
@@ -159,6 +168,34 @@ class Model:
         ids = self.encode(prompt, raw)
         settings = self._fitted(settings, config, len(ids))
         return self._run(ids, settings)
+
+    def likelihood(
+        self, prompt: Prompt, answer: str | Sequence[int], config: Config | None = None, raw: bool = False
+    ) -> Likelihood:
+        """How likely the model is to write `answer` after `prompt`, by its training objective.
+
+        answer: text, or token ids; an end-of-sequence counts only where it stands in the ids. The settings name the method
+        and, for slots, their size. Raises `UserError` where there is no answer, no room for it, or no exact likelihood.
+        """
+        settings = self.settings(config)
+        ids = self.encode(prompt, raw)
+        tokens = [self._checked(t) for t in (self.tokenizer.encode(answer) if isinstance(answer, str) else answer)]
+        compute = method_of(settings).likelihood
+        if compute is None:
+            raise UserError(f"the method {settings.method} has no exact likelihood")
+        if not tokens:
+            raise UserError("answer must not be empty")
+        if len(ids) + len(tokens) > self.transformer.config.max_position_embeddings:
+            raise UserError(f"prompt and answer have {len(ids) + len(tokens)} tokens, longer than the context")
+        runner = Runner(self.transformer, self._barred, len(ids) + 2 * len(tokens))
+        steps = compute(ids, tokens, settings, self.ids)
+        reply = None
+        while True:
+            try:
+                reply = runner(steps.send(reply))  # type: ignore[arg-type]
+            except StopIteration as stop:
+                log_probability, greedy = stop.value
+                return Likelihood(log_probability, greedy, len(tokens))
 
     def settings(self, config: Config | None = None) -> Config:
         """The settings with nothing unset."""

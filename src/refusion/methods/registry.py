@@ -6,16 +6,18 @@ Objectives are imported when they are made: they want numpy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from refusion.config import CONFIGS, AutoregressiveConfig, DecodeConfig, GenerationConfig
 from refusion.methods import autoregressive
-from refusion.methods.base import Decoder, Objective, TokenIds
+from refusion.methods.base import Answer, Decoder, Forward, Objective, TokenIds
 from refusion.methods.refusion import decode as refusion
+from refusion.methods.refusion.likelihood import likelihood
 
 Decode = Callable[[Sequence[int], Any, TokenIds], Decoder]
+Likelihood = Callable[[Sequence[int], Sequence[int], Any, TokenIds], Generator[Forward, Answer, tuple[float, bool]]]
 MakeObjective = Callable[[TokenIds, Mapping[str, Any]], Objective]  # token ids, a recipe's [objective] without `method`
 
 
@@ -32,6 +34,7 @@ class Method:
     objective: MakeObjective
     settings: frozenset[str]
     needs_mask: bool = True
+    likelihood: Likelihood | None = None  # of a given answer, where the method has one that is exact
 
     @property
     def name(self) -> str:
@@ -56,9 +59,11 @@ REFUSION = Method(
         "slot_sizes", "slot_weights", "corruption", "normalisation", "mdm_scale", "autoregressive_fraction",
         "partial_slot_fraction", "eos_fill", "unrolled_fraction", "first_token_weight",
     }),
+    likelihood=lambda prompt, answer, settings, ids: likelihood(prompt, answer, ids, settings.slot_size),
 )  # fmt: skip
 AUTOREGRESSIVE = Method(
-    AutoregressiveConfig, autoregressive.decode, _autoregressive_objective, frozenset({"prompt_loss"}), needs_mask=False
+    AutoregressiveConfig, autoregressive.decode, _autoregressive_objective, frozenset({"prompt_loss"}), needs_mask=False,
+    likelihood=lambda prompt, answer, settings, ids: autoregressive.likelihood(prompt, answer),
 )
 
 METHODS = {method.name: method for method in (REFUSION, AUTOREGRESSIVE)}
