@@ -5,7 +5,8 @@ an `Answer` for each; in between it yields `Event`s and is sent None. Whoever dr
 many, or a test with scripted answers) owns the cache and counts the calls.
 
     rows that one forward sees        cache columns, and earlier rows of the same segment of the same forward
-                                      (`bidirectional`: all rows of the same segment)
+                                      (`bidirectional`: all rows of the same segment;
+                                      `chained`: and all rows of segments with lower numbers)
     rows that stay in the cache       those named by `keep` of the *next* forward; all others are forgotten
     columns that leave the cache      those from `cut` on, before the forward runs
 
@@ -47,6 +48,7 @@ class Forward:
     keep: tuple[int, ...] = ()
     bidirectional: bool = False
     cut: int | None = None
+    chained: bool = False
 
 
 @dataclass(frozen=True)
