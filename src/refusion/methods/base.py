@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 class Forward:
     """One model call for one request. Row i is token `tokens[i]` at absolute position `positions[i]`.
 
-    A row sees the whole cache and the rows 0..i of its own segment. `drafts` are rows whose output draws a token,
-    `uniforms` the numbers in [0, 1) that decide a draw (empty: greedy); `checks` are (row, token) pairs whose
-    probability is asked for. `keep` names the rows of the *previous* forward that become cache columns before this
-    one runs; `cut` (never together with `keep`) is how many columns stay.
+    A row sees the whole cache and the rows 0..i of its own segment, or more (`bidirectional`, `chained`: see above).
+    `drafts` are rows whose output draws a token, `uniforms` the numbers in [0, 1) that decide a draw (empty: greedy);
+    `checks` are (row, token) pairs whose probability is asked for. `keep` names the rows of the *previous* forward that
+    become cache columns before this one runs; `cut` (never together with `keep`) is how many columns stay.
     """
 
     tokens: tuple[int, ...]

@@ -79,6 +79,7 @@ class BlockObjective:
 
         from refusion.methods.rows import RowBuilder
 
+        assert self.ids.mask is not None
         size = int(rng.choice(self.block_sizes))
         answer = self._filled(example, size)
         starts = range(0, len(answer), size)
