@@ -11,6 +11,7 @@ import pytest
 from refusion.config import UserError
 from refusion.methods.autoregressive import AutoregressiveObjective
 from refusion.methods.base import TokenIds
+from refusion.methods.block import BlockObjective
 from refusion.methods.refusion.corrupt import ReFusionObjective
 from refusion.training.loop import make_objective
 from refusion.training.recipe import ModelRecipe, Recipe, load
@@ -41,7 +42,8 @@ def test_recipes_that_come_with_the_project_load(path: Path) -> None:
     recipe = load(path)
     assert recipe.name == path.stem
     made = make_objective(recipe.objective, TokenIds(3, (2,)))
-    assert isinstance(made, ReFusionObjective if recipe.objective.method == "refusion" else AutoregressiveObjective)
+    kinds = {"refusion": ReFusionObjective, "autoregressive": AutoregressiveObjective, "bd3lm": BlockObjective}
+    assert isinstance(made, kinds[recipe.objective.method])
 
 
 def test_the_least_recipe_has_the_papers_objective(tmp_path: Path) -> None:
@@ -143,7 +145,7 @@ def test_every_wrongly_typed_value_is_named(section: str, key: str, value: str, 
 
 
 @pytest.mark.parametrize(("key", "value", "message"), [
-    ("objective.method", "refuson", "must be one of refusion, autoregressive, got 'refuson'; did you mean 'refusion'?"),
+    ("objective.method", "refuson", "must be one of refusion, autoregressive, bd3lm, got 'refuson'; did you mean 'refusion'?"),
     ("objective.corruption", "bernouli", "did you mean 'bernoulli'?"),
     ("objective.normalisation", "target", "did you mean 'targets'?"),
     ("training.optimizer", "adam", "did you mean 'adamw'?"),

@@ -76,6 +76,10 @@ SETTINGS_HELP = {
     "faster, riskier. Higher: surer and slower.",
     "token_threshold": "Accept drafted tokens that are verified as likelier than this (0 to 1). Lower: faster, "
     "riskier. Higher: surer and slower.",
+    "block_steps": "bd3lm: most forwards per block, each writes an equal share of it. Lower: faster, riskier. 0 = one "
+    "for each token.",
+    "confidence_threshold": "bd3lm: also write every token that is likelier than this (0 to 1). Lower: more tokens per "
+    "forward, riskier. Higher: surer and slower. 1 = off.",
 }
 
 
@@ -110,7 +114,7 @@ ModelFlag = Annotated[
 MethodFlag = Annotated[
     Method | None,
     Parameter(group=INPUT, help="refusion writes slots in any order, autoregressive token by token, with the same "
-              "weights. Default: refusion, unless the model was not trained for it."),
+              "weights; bd3lm block by block, with weights of its own. Default: what the model was trained for."),
 ]  # fmt: skip
 RawFlag = Annotated[bool, _switch(INPUT, "Continue the prompt as it stands, without the chat template.")]
 DeviceFlag = Annotated[
@@ -248,9 +252,9 @@ def _compare(model: Model, prompt: str, config: Config, raw: bool, result: Resul
     """Figures of `result`, and those of the same weights token by token."""
     shared = {f.name: getattr(config, f.name) for f in fields(AutoregressiveConfig)}
     other = model.generate(prompt, AutoregressiveConfig(**shared), raw)
-    slots = isinstance(config, DecodeConfig)
-    print(f"{'slots:' if slots else 'token by token:':<16}{figures(result)}", file=sys.stderr)
-    if not slots:
+    titles = {"refusion": "slots:", "autoregressive": "token by token:"}
+    print(f"{titles.get(config.method, config.method + ':'):<16}{figures(result)}", file=sys.stderr)
+    if config.method == "autoregressive":
         _warn("--compare is ignored: this answer was written token by token already")
         return
     print(f"{'token by token:':<16}{figures(other)}", file=sys.stderr)

@@ -175,4 +175,33 @@ class DecodeConfig(GenerationConfig):
             raise UserError(f"block_size must be at least slot_size ({self.slot_size}), got {self.block_size}")
 
 
-CONFIGS: Mapping[str, type[GenerationConfig]] = {c.method: c for c in (DecodeConfig, AutoregressiveConfig)}  # by method
+@dataclass(frozen=True, kw_only=True)
+class BlockConfig(GenerationConfig):
+    """Block diffusion (methods/block.py). On top of `GenerationConfig`:
+
+    Attributes (None: unset, see `resolve`):
+        block_size: tokens per block; one that the model was trained with.
+        block_steps: most forwards per block, each of which commits an equal share of it; 0: one for each token.
+        confidence_threshold: also commit every token that is likelier than this, 0 to 1; 1 is off.
+    """
+
+    method: ClassVar[str] = "bd3lm"
+
+    block_size: int | None = None
+    block_steps: int | None = None
+    confidence_threshold: float | None = None
+
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {
+        **GenerationConfig.DEFAULTS, "block_size": 8, "block_steps": 0, "confidence_threshold": 0.9,
+    }  # fmt: skip
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least("block_size", 1, int)
+        self._at_least("block_steps", 0, int)
+        self._within("confidence_threshold", 0, 1)
+
+
+CONFIGS: Mapping[str, type[GenerationConfig]] = {  # by method
+    c.method: c for c in (DecodeConfig, AutoregressiveConfig, BlockConfig)
+}

@@ -5,7 +5,8 @@ an `Answer` for each; in between it yields `Event`s and is sent None. Whoever dr
 many, or a test with scripted answers) owns the cache and counts the calls.
 
     rows that one forward sees        cache columns, and earlier rows of the same segment of the same forward
-                                      (`bidirectional`: all rows of the same segment)
+                                      (`bidirectional`: all rows of the same segment;
+                                      `chained`: and all rows of segments with lower numbers)
     rows that stay in the cache       those named by `keep` of the *next* forward; all others are forgotten
     columns that leave the cache      those from `cut` on, before the forward runs
 
@@ -31,10 +32,10 @@ if TYPE_CHECKING:
 class Forward:
     """One model call for one request. Row i is token `tokens[i]` at absolute position `positions[i]`.
 
-    A row sees the whole cache and the rows 0..i of its own segment. `drafts` are rows whose output draws a token,
-    `uniforms` the numbers in [0, 1) that decide a draw (empty: greedy); `checks` are (row, token) pairs whose
-    probability is asked for. `keep` names the rows of the *previous* forward that become cache columns before this
-    one runs; `cut` (never together with `keep`) is how many columns stay.
+    A row sees the whole cache and the rows 0..i of its own segment, or more (`bidirectional`, `chained`: see above).
+    `drafts` are rows whose output draws a token, `uniforms` the numbers in [0, 1) that decide a draw (empty: greedy);
+    `checks` are (row, token) pairs whose probability is asked for. `keep` names the rows of the *previous* forward that
+    become cache columns before this one runs; `cut` (never together with `keep`) is how many columns stay.
     """
 
     tokens: tuple[int, ...]
@@ -47,6 +48,7 @@ class Forward:
     keep: tuple[int, ...] = ()
     bidirectional: bool = False
     cut: int | None = None
+    chained: bool = False
 
 
 @dataclass(frozen=True)

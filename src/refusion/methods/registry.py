@@ -10,8 +10,8 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from refusion.config import CONFIGS, AutoregressiveConfig, DecodeConfig, GenerationConfig
-from refusion.methods import autoregressive
+from refusion.config import CONFIGS, AutoregressiveConfig, BlockConfig, DecodeConfig, GenerationConfig
+from refusion.methods import autoregressive, block
 from refusion.methods.base import Answer, Decoder, Forward, Objective, TokenIds
 from refusion.methods.refusion import decode as refusion
 from refusion.methods.refusion.likelihood import likelihood
@@ -53,6 +53,10 @@ def _refusion_objective(ids: TokenIds, settings: Mapping[str, Any]) -> Objective
     return ReFusionObjective(ids, **settings)
 
 
+def _block_objective(ids: TokenIds, settings: Mapping[str, Any]) -> Objective:
+    return block.BlockObjective(ids, **settings)
+
+
 REFUSION = Method(
     DecodeConfig, refusion.decode, _refusion_objective,
     frozenset({
@@ -64,9 +68,10 @@ REFUSION = Method(
 AUTOREGRESSIVE = Method(
     AutoregressiveConfig, autoregressive.decode, _autoregressive_objective, frozenset({"prompt_loss"}), needs_mask=False,
     likelihood=lambda prompt, answer, settings, ids: autoregressive.likelihood(prompt, answer),
-)
+)  # fmt: skip
+BD3LM = Method(BlockConfig, block.decode, _block_objective, frozenset({"block_sizes", "noise_range"}))
 
-METHODS = {method.name: method for method in (REFUSION, AUTOREGRESSIVE)}
+METHODS = {method.name: method for method in (REFUSION, AUTOREGRESSIVE, BD3LM)}
 assert {name: method.config for name, method in METHODS.items()} == CONFIGS
 
 

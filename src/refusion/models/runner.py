@@ -32,9 +32,11 @@ def barred_ids(vocab_size: int, token_ids: Iterable[int], mask: int | None) -> T
 
 
 def visibility(
-    segments: Sequence[int], cached: int, rows: int, columns: int, device: torch.device, bidirectional: bool = False
+    segments: Sequence[int], cached: int, rows: int, columns: int, device: torch.device, bidirectional: bool = False,
+    chained: bool = False,
 ) -> Tensor:
-    """Bool [1, 1, rows, columns]: every row sees the cache and the rows of its own segment, up to itself or all of them.
+    """Bool [1, 1, rows, columns]: every row sees the cache and the rows of its own segment, up to itself or all of them;
+    `chained`: and the rows of segments with lower numbers.
 
     rows, columns: at least len(segments) and cached + rows; what is too much is padding, which nobody sees (a padding
     row sees itself, so that its softmax is a number).
@@ -47,7 +49,10 @@ def visibility(
     mask = torch.zeros(rows, columns, dtype=torch.bool, device=device)
     mask[: len(segments), :cached] = True
     new = segment[:, None] == segment[None, :]
-    mask[:, cached : cached + rows] = new if bidirectional else new.tril_()
+    new = new if bidirectional else new.tril_()
+    if chained:
+        new |= (segment[None, :] >= 0) & (segment[None, :] < segment[:, None])
+    mask[:, cached : cached + rows] = new
     return mask[None, None]
 
 
@@ -78,7 +83,9 @@ class Runner:
         positions = torch.tensor([forward.positions + padding], device=self.device)
         cached = self.cache.length
         columns = aligned(cached + rows)
-        mask = visibility(forward.segments, cached, rows, columns, self.device, forward.bidirectional)
+        mask = visibility(
+            forward.segments, cached, rows, columns, self.device, forward.bidirectional, forward.chained
+        )
         hidden = self.model(tokens, positions, mask, self.cache)[0]
         return self._answer(hidden, forward)
 

@@ -48,7 +48,7 @@ class ModelRecipe:
 
 @dataclass(frozen=True)
 class ObjectiveRecipe:
-    """How rows are corrupted; see `ReFusionObjective` and `AutoregressiveObjective`."""
+    """How rows are corrupted; see `ReFusionObjective`, `AutoregressiveObjective` and `BlockObjective`."""
 
     method: str  # see methods/registry.py
     prompt_loss: bool = False
@@ -62,6 +62,8 @@ class ObjectiveRecipe:
     eos_fill: bool = False
     unrolled_fraction: float = 0.0
     first_token_weight: float = 1.0
+    block_sizes: tuple[int, ...] = (8,)
+    noise_range: tuple[float, ...] = (0.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 SHARES = {  # settings between 0 and 1
     "infill_fraction", "autoregressive_fraction", "partial_slot_fraction", "unrolled_fraction", "min_lr_ratio",
-    "decay_fraction", "beta1", "beta2",
+    "decay_fraction", "beta1", "beta2", "noise_range",
 }  # fmt: skip
 FROM_ZERO = {"seed", "warmup_steps", "every", "decode_every"}  # whole numbers that may be 0; all others are at least 1
 
