@@ -134,6 +134,12 @@ def test_mistakes_in_a_plan(old: str, new: str, message: str, tmp_path: Path) ->
     assert message in str(caught.value) and "plan.toml" in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_the_projects_own_plan_loads() -> None:
+    plan = load_plan(Path(__file__).parent.parent / "recipes" / "reproduce" / "nano.toml")
+    assert {"autoregressive", "refusion", "bd3lm"} <= {entry.method for entry in plan.entries}
+    assert all(entry.settings for entry in plan.entries)
+
+
 def test_a_plan_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none\.toml"):
         load_plan(tmp_path / "none.toml")

@@ -457,7 +457,7 @@ def _validation(method: str) -> Decode:
 
 @app.command(sort_key=4)
 def reproduce(
-    plan: Annotated[Path, Parameter(group=RUN, help="A TOML file, such as recipes/reproduce-nano.toml.")],
+    plan: Annotated[Path, Parameter(group=RUN, help="A TOML file, such as recipes/reproduce/nano.toml.")],
     /,
     *,
     out: Annotated[Path | None, Parameter(group=RUN, help="Folder of all results. Default: runs/reproduce-NAME.")] = None,
@@ -472,7 +472,7 @@ def reproduce(
     are searched on the validation split and measured on the test split. Stopped
     by Ctrl-C, the same command goes on where it was.
     For example:
-      refusion reproduce recipes/reproduce-nano.toml
+      refusion reproduce recipes/reproduce/nano.toml
     """
     import torch
 
