@@ -108,12 +108,12 @@ def test_json_is_the_result(generate: Any, trained_folder: Path) -> None:
 def test_every_flag_reaches_the_settings(generate: Any) -> None:
     given = {
         "max_new_tokens": 24, "temperature": 0.5, "top_k": 7, "top_p": 0.9, "seed": 3, "slot_size": 6, "block_size": 12,
-        "slot_threshold": 0.8, "token_threshold": 0.3,
+        "slot_threshold": 0.8, "token_threshold": 0.3, "slot_order": "left_to_right", "slot_score": "mean",
     }  # fmt: skip
     flags = [text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-    out, err = generate(*flags, "--ignore-eos", "--stop", "xyz", "--stop", "a b", "--json")
-    assert json.loads(out)["settings"] == {**given, "ignore_eos": True, "stop": ["xyz", "a b"]}
-    assert set(given) | {"ignore_eos", "stop"} == {f.name for f in fields(DecodeConfig)}
+    out, err = generate(*flags, "--ignore-eos", "--recompute", "--stop", "xyz", "--stop", "a b", "--json")
+    assert json.loads(out)["settings"] == {**given, "ignore_eos": True, "recompute": True, "stop": ["xyz", "a b"]}
+    assert set(given) | {"ignore_eos", "recompute", "stop"} == {f.name for f in fields(DecodeConfig)}
     assert err == ""
 
 

@@ -73,8 +73,7 @@ class GenerationConfig:
         self._at_least("top_k", 0, int)
         self._at_least("seed", 0, int)
         self._within("top_p", 0, 1)
-        if self.ignore_eos is not None and not isinstance(self.ignore_eos, bool):
-            raise UserError(f"ignore_eos must be true or false, got {self.ignore_eos!r:.40}")
+        self._true_or_false("ignore_eos")
         if self.top_p == 0:
             raise UserError("top_p must be greater than 0, got 0")
 
@@ -95,6 +94,16 @@ class GenerationConfig:
         value = self._number(name, kind)
         if value is not None and value < least:
             raise UserError(f"{name} must be at least {least}, got {value!s:.40}")
+
+    def _true_or_false(self, name: str) -> None:
+        value = getattr(self, name)
+        if value is not None and not isinstance(value, bool):
+            raise UserError(f"{name} must be true or false, got {value!r:.40}")
+
+    def _one_of(self, name: str, choices: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        if value is not None and value not in choices:
+            raise UserError(f"{name} must be one of {', '.join(choices)}, got {value!r:.40}{nearest(str(value), choices)}")
 
     def _within(self, name: str, low: float, high: float) -> None:
         value = self._number(name, float)
@@ -137,17 +146,29 @@ class DecodeConfig(GenerationConfig):
         block_size: b >= k, tokens per serial block; a block holds floor(b / k) slots.
         slot_threshold: choose slots whose first drafted token is likelier than this, 0 to 1.
         token_threshold: accept drafted tokens that are verified as likelier than this, 0 to 1.
+
+    For ablations (the defaults are the paper's method):
+        slot_order: "confidence": any slots over the threshold; "left_to_right": the first open slot, and those after it
+            as long as they are over the threshold.
+        slot_score: what is held against the threshold, the probability of a slot's "first" draft, or the "mean" of all.
+        recompute: compute the keys and values of slots that were finished side by side once more, each seeing the others.
     """
 
     method: ClassVar[str] = "refusion"
+    ORDERS: ClassVar[tuple[str, ...]] = ("confidence", "left_to_right")
+    SCORES: ClassVar[tuple[str, ...]] = ("first", "mean")
 
     slot_size: int | None = None
     block_size: int | None = None
     slot_threshold: float | None = None
     token_threshold: float | None = None
+    slot_order: str | None = None
+    slot_score: str | None = None
+    recompute: bool | None = None
 
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
         **GenerationConfig.DEFAULTS, "slot_size": 8, "block_size": 32, "slot_threshold": 0.9, "token_threshold": 0.4,
+        "slot_order": "confidence", "slot_score": "first", "recompute": False,
     }  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -156,6 +177,9 @@ class DecodeConfig(GenerationConfig):
         self._at_least("block_size", 1, int)
         self._within("slot_threshold", 0, 1)
         self._within("token_threshold", 0, 1)
+        self._one_of("slot_order", self.ORDERS)
+        self._one_of("slot_score", self.SCORES)
+        self._true_or_false("recompute")
         if self.slot_size is not None and self.block_size is not None:
             self._fit()
 
