@@ -42,6 +42,7 @@ class RefusionLM(LM):  # type: ignore[misc]
             if name not in known:
                 raise UserError(f"unknown setting {name!r}{nearest(name, known)}")
         self.kind, self.given = kind, settings
+        self._config(settings)  # a mistake is known before any work
 
     @property
     def tokenizer_name(self) -> str:
