@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +49,18 @@ block_size = [4, 8]
 
 [methods.no-help]
 method = "refusion"
+group = "helps"
+training = { max_steps = 2 }
 [methods.no-help.search]
 max_new_tokens = [8]
 
 [methods.autoregressive.search]
 max_new_tokens = [8]
+
+[[ablations]]
+name = "left to right"
+of = "refusion"
+settings = { slot_order = "left_to_right" }
 """
 
 
@@ -89,7 +97,13 @@ def test_from_base_to_report_and_again_without_work(base: Path, tmp_path: Path, 
     chosen = {row["entry"]: row for row in table["rows"] if row["chosen"]}
     assert list(chosen) == ["refusion", "no-help", "autoregressive"]
     assert [row["method"] for row in chosen.values()] == ["refusion", "refusion", "autoregressive"]
-    assert len({row["train_tokens"] for row in chosen.values()}) == 1 and chosen["refusion"]["train_tokens"] > 0
+    seen = {name: row["train_tokens"] for name, row in chosen.items()}
+    assert seen["refusion"] == seen["autoregressive"] > seen["no-help"] > 0
+    assert [(a["name"], a["settings"]["slot_order"]) for a in table["ablations"]] == [
+        ("as chosen", "confidence"), ("left to right", "left_to_right"),
+    ]  # fmt: skip
+    text = (out / "report" / "report.md").read_text()
+    assert "| refusion | left to right |" in text and text.index("| no-help |") > text.index("## Ablations of training")
     assert chosen["refusion"]["tried"] == 3, "a block smaller than its slot is no setting"
     assert all(row["n"] == 7 and row["settings"]["max_new_tokens"] == 8 for row in table["rows"])
     assert all(row["rows_per_token"] > 0 and row["tokens_per_second"] > 0 for row in chosen.values())
@@ -104,7 +118,8 @@ def test_from_base_to_report_and_again_without_work(base: Path, tmp_path: Path, 
 def test_every_method_sees_the_same_rows_in_the_same_order(base: Path, tmp_path: Path) -> None:
     plan = load_plan(plan_file(tmp_path, base))
     recipes = [entry.recipe for entry in plan.entries]
-    assert len({(r.data, r.training, r.model) for r in recipes}) == 1
+    assert len({(r.data, r.training, r.model) for r in (recipes[0], recipes[2])}) == 1
+    assert recipes[1].training == replace(recipes[0].training, max_steps=2) and recipes[1].data == recipes[0].data
     assert [r.objective.method for r in recipes] == ["refusion", "refusion", "autoregressive"]
     assert {e.recipe.training.max_steps for e in shortened(plan, 2).entries} == {2}
 
@@ -126,6 +141,8 @@ def test_training_that_was_stopped_goes_on(base: Path, tmp_path: Path, monkeypat
     ("slot_size = [4, 8]", "slot_size = 4", "search.slot_size must be a list"),
     ("eos_fill = true", "eos_fil = true", "unknown key 'objective.eos_fil'"), ("[data]", "[data", "plan.toml: "),
     ("max_steps = 3", "max_steps = 0", "max_steps must be at least 1"),
+    ('of = "refusion"', 'of = "refushion"', "unknown method 'refushion'"),
+    ("slot_order =", "slot_ordr =", "unknown setting 'slot_ordr'"), ('name = "left to right"', "", "missing key 'name'"),
 ])  # fmt: skip
 def test_mistakes_in_a_plan(old: str, new: str, message: str, tmp_path: Path) -> None:
     assert old in PLAN
@@ -150,7 +167,7 @@ def test_a_plan_that_is_not_there(tmp_path: Path) -> None:
 
 def row(entry: str, accuracy: float, speed: float, chosen: bool = True, method: str = "") -> dict[str, Any]:
     return {
-        "entry": entry, "method": method or entry, "chosen": chosen, "accuracy": accuracy, "stderr": 0.01, "n": 70,
+        "entry": entry, "method": method or entry, "group": "", "chosen": chosen, "accuracy": accuracy, "stderr": 0.01, "n": 70,
         "train_tokens": 1234, "tokens_per_forward": 2.0, "tokens_per_second": speed, "given": {"slot_size": 8},
         "families": {"word": {"accuracy": accuracy}, "code": {"accuracy": 1.0}},
     }  # fmt: skip

@@ -6,6 +6,7 @@ Stages, each skipped when its result is there already (so a run that was stopped
     search           every setting of every method on the validation split; what no other setting beats is kept
     test             the kept settings on the test split
     speed            the most accurate setting of every method, all in turn on the same prompts (evaluation.bench)
+    ablations        the chosen setting of a method with one thing changed, all in turn on the same prompts
     report           evaluation.report
 
 Contract: no method is treated better than another: rows, steps, optimizer and search are the same, and settings are chosen
@@ -24,13 +25,14 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from refusion.config import CONFIGS, UserError, nearest
+from refusion.config import CONFIGS, GenerationConfig, UserError, nearest
 from refusion.evaluation import bench, report
 from refusion.evaluation.evaluate import evaluate
 from refusion.generate import Model, load
 from refusion.training import loop
 from refusion.training.recipe import Recipe, from_table
 
+TIMED = ("tokens_per_second", "tokens_per_second_interval", "rows_per_token", "first_commit_seconds", "peak_memory_bytes")
 MEASURED = ("accuracy", "stderr", "n", "tokens_per_forward", "tokens_per_second", "settings", "families")
 
 
@@ -41,6 +43,7 @@ class Budget:
     validation: int = 10
     test: int = 100
     speed: int = 5
+    ablation: int = 15
     repeats: int = 3
 
 
@@ -52,6 +55,16 @@ class Entry:
     method: str
     recipe: Recipe
     settings: tuple[dict[str, Any], ...]
+    group: str = ""  # what it is an ablation of; it stands in a table of its own and trains for as long as that table's others
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """The entry `of` at its chosen setting, with these settings changed."""
+
+    name: str
+    of: str
+    settings: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -59,11 +72,13 @@ class Plan:
     name: str
     entries: tuple[Entry, ...]
     budget: Budget
+    ablations: tuple[Ablation, ...] = ()
 
 
 def load_plan(path: Path) -> Plan:
     """Read a plan: `base`, [data] and [training] as in a recipe, [budget], and for each method [methods.NAME.objective] and
-    [methods.NAME.search], lists of values whose combinations are all tried. NAME is the method, or has `method = "..."`.
+    [methods.NAME.search], lists of values whose combinations are all tried. NAME is the method, or has `method = "..."`. With
+    `group`, it is an ablation of training, and [methods.NAME.training] may make it short. [[ablations]]: see `Ablation`.
 
     Raises `UserError` naming file and key.
     """
@@ -73,7 +88,7 @@ def load_plan(path: Path) -> Plan:
         raise UserError(f"{path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: {error}") from None
-    known = ("name", "base", "data", "training", "budget", "methods")
+    known = ("name", "base", "data", "training", "budget", "methods", "ablations")
     for key in table:
         if key not in known:
             raise UserError(f"{path}: unknown key {key!r}{nearest(key, known)}")
@@ -85,7 +100,23 @@ def load_plan(path: Path) -> Plan:
         budget = Budget(**table.get("budget", {}))
     except TypeError as error:
         raise UserError(f"{path}: budget: {error}") from None
-    return Plan(str(table.get("name", path.stem)), entries, budget)
+    ablations = tuple(_ablation(path, part, entries) for part in table.get("ablations", []))
+    return Plan(str(table.get("name", path.stem)), entries, budget, ablations)
+
+
+def _ablation(path: Path, part: Mapping[str, Any], entries: tuple[Entry, ...]) -> Ablation:
+    methods = {entry.name: entry.method for entry in entries}
+    where = f"{path}: ablations"
+    for key in ("name", "of", "settings"):
+        if key not in part:
+            raise UserError(f"{where}: missing key {key!r} in {dict(part)!r:.80}")
+    if part["of"] not in methods:
+        raise UserError(f"{where}: unknown method {part['of']!r}{nearest(str(part['of']), methods)}")
+    config = CONFIGS[methods[part["of"]]]
+    for key in part["settings"]:
+        if key not in config.__dataclass_fields__:
+            raise UserError(f"{where}: unknown setting {key!r}{nearest(key, config.__dataclass_fields__)}")
+    return Ablation(str(part["name"]), part["of"], dict(part["settings"]))
 
 
 def _entry(path: Path, table: Mapping[str, Any], name: str, part: Mapping[str, Any]) -> Entry:
@@ -94,7 +125,8 @@ def _entry(path: Path, table: Mapping[str, Any], name: str, part: Mapping[str, A
     if method not in CONFIGS:
         raise UserError(f"{where}: unknown method {method!r}; there is {', '.join(CONFIGS)}{nearest(method, CONFIGS)}")
     recipe = from_table({
-        "name": name, "data": table.get("data", {}), "model": {"start": table["base"]}, "training": table["training"],
+        "name": name, "data": table.get("data", {}), "model": {"start": table["base"]},
+        "training": {**table["training"], **part.get("training", {})},
         "objective": {"method": method, **part.get("objective", {})}, "validation": {"every": 500},
     }, where)  # fmt: skip
     search = part.get("search", {})
@@ -105,7 +137,8 @@ def _entry(path: Path, table: Mapping[str, Any], name: str, part: Mapping[str, A
         if not isinstance(values, list):
             raise UserError(f"{where}: search.{key} must be a list, got {values!r}")
     combinations = [dict(zip(search, values, strict=True)) for values in product(*search.values())]
-    return Entry(name, method, recipe, tuple(s for s in combinations if _valid(config, s)))
+    settings = tuple(s for s in combinations if _valid(config, s))
+    return Entry(name, method, recipe, settings, str(part.get("group", "")))
 
 
 def _valid(config: Any, settings: dict[str, Any]) -> bool:
@@ -137,7 +170,7 @@ def run(plan: Plan, out: Path, *, device: str = "cpu", progress: Callable[[str],
         found = _search(entry, models[entry.name], plan.budget, out, progress)
         rows += _test(entry, models[entry.name], found, plan.budget, out, progress)
     _speed(plan, models, rows, out, progress)
-    table = {"name": plan.name, "rows": rows}
+    table = {"name": plan.name, "rows": rows, "ablations": _ablations(plan, models, rows, out, progress)}
     _write(out / "table.json", table)
     report.write(table, out / "report")
     return table
@@ -170,7 +203,8 @@ def _test(
         for number, one in enumerate(ordered):
             result = _measured(entry, model, one["given"], "test", budget.test, out)
             rows.append({
-                "entry": entry.name, "method": entry.method, "parameters": model.folder.parameters, "chosen": number == 0,
+                "entry": entry.name, "method": entry.method, "group": entry.group, "chosen": number == 0,
+                "parameters": model.folder.parameters,
                 "train_tokens": _data_tokens(entry, out), "train_seconds": _train_seconds(out / "train" / entry.name),
                 **{key: result[key] for key in MEASURED},
                 "given": one["given"], "validation_accuracy": one["accuracy"], "tried": len(entry.settings),
@@ -182,18 +216,39 @@ def _test(
 def _speed(plan: Plan, models: Mapping[str, Model], rows: list[dict[str, Any]], out: Path, progress: Any) -> None:
     """Times of the chosen settings, measured in turn; they replace those of the test, where each method ran by itself."""
     chosen = [row for row in rows if row["chosen"]]
-    path = out / "speed.json"
-    stamp = _stamp([[row["entry"], row["given"]] for row in chosen], asdict(plan.budget))
-    measured = _read(path, stamp)
-    if measured is None:
-        entries = [bench.Contestant(models[row["entry"]], CONFIGS[row["method"]](**row["given"])) for row in chosen]
-        with progress("speed") as shown:
-            measured = bench.run(entries, limit=plan.budget.speed, repeats=plan.budget.repeats, progress=shown)
-        _write(path, {"stamp": stamp, **measured})
-    for row, timed in zip(chosen, measured["rows"], strict=True):
-        row |= {key: timed[key] for key in (
-            "tokens_per_second", "tokens_per_second_interval", "rows_per_token", "first_commit_seconds", "peak_memory_bytes",
-        )}  # fmt: skip
+    entries = [(models[row["entry"]], CONFIGS[row["method"]](**row["given"])) for row in chosen]
+    measured = _in_turn("speed", entries, plan.budget.speed, plan.budget.repeats, out, progress)
+    for row, timed in zip(chosen, measured, strict=True):
+        row |= {key: timed[key] for key in TIMED}
+
+
+def _ablations(
+    plan: Plan, models: Mapping[str, Model], rows: list[dict[str, Any]], out: Path, progress: Any
+) -> list[dict[str, Any]]:
+    """The chosen settings as they are, and each with one thing changed."""
+    given = {row["entry"]: row["given"] for row in rows if row["chosen"]}
+    methods = {entry.name: entry.method for entry in plan.entries}
+    wanted = [Ablation("as chosen", of, {}) for of in dict.fromkeys(a.of for a in plan.ablations)] + list(plan.ablations)
+    if not wanted:
+        return []
+    entries = [(models[a.of], CONFIGS[methods[a.of]](**{**given[a.of], **a.settings})) for a in wanted]
+    measured = _in_turn("ablations", entries, plan.budget.ablation, 1, out, progress)
+    return [{"name": a.name, "of": a.of, "changed": a.settings, **row} for a, row in zip(wanted, measured, strict=True)]
+
+
+def _in_turn(
+    name: str, entries: list[tuple[Model, GenerationConfig]], limit: int, repeats: int, out: Path, progress: Any
+) -> list[dict[str, Any]]:
+    """Rows of a bench, or what was measured of it before."""
+    stamp = _stamp([[model.name, config.to_dict()] for model, config in entries], limit, repeats)
+    found = _read(out / f"{name}.json", stamp)
+    if found is None:
+        contestants = [bench.Contestant(model, config) for model, config in entries]
+        with progress(name) as shown:
+            found = bench.run(contestants, limit=limit, repeats=repeats, progress=shown)
+        _write(out / f"{name}.json", {"stamp": stamp, **found})
+    rows: list[dict[str, Any]] = found["rows"]
+    return rows
 
 
 def _measured(

@@ -13,6 +13,7 @@ nothing here can know whether it is.
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import random
@@ -74,12 +75,13 @@ class Measured:
         method = self.contestant.config.method
         speeds = [_speed(repeat) for repeat in self.repeats]
         later = [_speed(repeat, after_first=True, early=int(method == BASELINE)) for repeat in self.repeats]
+        accuracy = sum(m.right for m in first) / len(first)
         latencies = sorted(m.result.stats.seconds for repeat in self.repeats for m in repeat)
         return {
             "model": self.contestant.model.name, "method": method,
             "settings": self.contestant.model.settings(self.contestant.config).to_dict(),
             "parameters": self.contestant.model.folder.parameters, "batch_size": 1, "n": len(first),
-            "accuracy": sum(m.right for m in first) / len(first),
+            "accuracy": accuracy, "stderr": math.sqrt(accuracy * (1 - accuracy) / len(first)),
             "tokens": tokens, "forwards": forwards, "tokens_per_forward": tokens / max(1, forwards),
             "rows_per_token": sum(s.rows for s in stats) / max(1, tokens),
             "tokens_per_second": statistics.median(speeds),

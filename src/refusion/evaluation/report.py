@@ -49,7 +49,8 @@ def area(rows: Sequence[Row], x: str = "tokens_per_second", y: str = "accuracy")
 def write(table: Mapping[str, Any], folder: Path) -> None:
     """`report.md`, `report.html` and the pictures as SVG into `folder`. Raises `UserError` without matplotlib."""
     folder.mkdir(parents=True, exist_ok=True)
-    pictures = {"plane": plane(table["rows"]), "families": families(table["rows"])}
+    rows = [row for row in table["rows"] if not row["group"]]
+    pictures = {"plane": plane(rows), "families": families(rows)}
     for name, picture in pictures.items():
         (folder / f"{name}.svg").write_bytes(picture)
     (folder / "report.md").write_text(markdown(table), encoding="utf-8")
@@ -79,6 +80,20 @@ def lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     return out
 
 
+def _ablation_lines(table: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Each setting that was changed, beside the chosen one."""
+    return [
+        (
+            row["of"], row["name"], f"{row['accuracy']:.3f} ± {row['stderr']:.3f}", f"{row['tokens_per_forward']:.2f}",
+            f"{row['rows_per_token']:.1f}", f"{row['tokens_per_second']:,.0f}",
+        )
+        for row in table.get("ablations", [])
+    ]  # fmt: skip
+
+
+ABLATION_HEAD = ("method", "changed", "accuracy", "tokens/forward", "rows/token", "tokens/s")
+
+
 def _family_names(rows: Sequence[Row]) -> list[str]:
     return list(rows[0]["families"])
 
@@ -103,11 +118,14 @@ def markdown(table: Mapping[str, Any]) -> str:
         rows = [head, ["---"] * len(head), *body]
         return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
-    rows = table["rows"]
+    rows = [row for row in table["rows"] if not row["group"]]
+    trained = [row for row in table["rows"] if row["group"]]
     return "\n".join([
         f"# {table['name']}: the comparison", "", rendered(HEAD, lines(rows)), "", _note(table), "",
         "![accuracy and speed](plane.svg)", "", "## By family", "",
         rendered(("method", *_family_names(rows)), _family_lines(rows)), "", "![by family](families.svg)", "",
+        *(["## Ablations of training", "", rendered(HEAD, lines(trained)), ""] if trained else []),
+        *(["## Ablations of decoding", "", rendered(ABLATION_HEAD, _ablation_lines(table)), ""] if table.get("ablations") else []),
     ])  # fmt: skip
 
 
@@ -133,14 +151,19 @@ def page(table: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
     def image(name: str, text: str) -> str:
         return f'<img alt="{html.escape(text)}" src="data:image/svg+xml;base64,{base64.b64encode(pictures[name]).decode()}">'
 
-    rows, title = table["rows"], html.escape(f"{table['name']}: the comparison")
+    rows = [row for row in table["rows"] if not row["group"]]
+    trained = [row for row in table["rows"] if row["group"]]
+    more = f"<h2>Ablations of training</h2>{rendered(HEAD, lines(trained))}" if trained else ""
+    if table.get("ablations"):
+        more += f"<h2>Ablations of decoding</h2>{rendered(ABLATION_HEAD, _ablation_lines(table))}"
+    title = html.escape(f"{table['name']}: the comparison")
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f"<title>{title}</title><style>{STYLE}</style><h1>{title}</h1>"
         f"{rendered(HEAD, lines(rows))}<p>{html.escape(_note(table))}</p>"
         f"<h2>Accuracy and speed</h2>{image('plane', 'Accuracy against tokens a second, each method with its front')}"
         f"<h2>By family</h2>{rendered(('method', *_family_names(rows)), _family_lines(rows))}"
-        f"{image('families', 'Accuracy of each method by family')}</html>\n"
+        f"{image('families', 'Accuracy of each method by family')}{more}</html>\n"
     )
 
 
