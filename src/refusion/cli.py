@@ -443,11 +443,13 @@ def info(
 
 
 def _describe(name: str) -> dict[str, Any]:
+    from refusion.generate import check_defaults
     from refusion.models.checkpoint import read_config, resolve_folder
     from refusion.models.tokenizer import Tokenizer
 
     folder = resolve_folder(name)
     config, tokenizer = read_config(folder), Tokenizer.from_folder(folder)
+    check_defaults(config, folder)
     slots = config.mask_token_id is not None and config.defaults.get("method") != "autoregressive"
     wanted = DecodeConfig() if slots else AutoregressiveConfig()
     shape = config.model
