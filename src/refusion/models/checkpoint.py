@@ -15,7 +15,7 @@ import re
 import shutil
 import sys
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -410,11 +410,13 @@ def save_folder(
     eos_token_ids: Sequence[int] | None = None, bos_token_id: int | None = None, pad_token_id: int | None = None,
     defaults: Mapping[str, Any] | None = None, dtype: str | torch.dtype = "bfloat16",
     max_shard_bytes: int | None = None, extra_files: Mapping[str, str] | None = None,
+    more: Callable[[Path], None] | None = None,
 ) -> Path:  # fmt: skip
     """Write a Hugging Face folder that `transformers` and `load_model` read; it appears whole or not at all.
 
     Token ids that are None are the tokenizer's; the chat template travels with the tokenizer. defaults: decoding
-    settings for generation_config.json. extra_files: name -> text, say a model card. An existing model folder is
+    settings for generation_config.json. extra_files: name -> text, say a model card. more: is called with the new
+    folder before it appears, to write into it; an `OSError` of it is a failure to write. An existing model folder is
     replaced at once; anything else in the way is a `UserError`.
     """
     path, wanted = Path(path), _dtype(dtype)
@@ -440,6 +442,8 @@ def save_folder(
         for name, text in (extra_files or {}).items():
             (new / name).write_text(text, encoding="utf-8")
         _write_tensors(new, model, wanted, max_shard_bytes)
+        if more is not None:
+            more(new)
     return path
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
+from refusion.config import UserError
 from refusion.evaluation import procedural
 from refusion.evaluation.procedural import FAMILIES, Item
 from refusion.models.tokenizer import Tokenizer
@@ -36,9 +37,11 @@ def encode(tokenizer: Tokenizer, item: Item) -> tuple[list[int], list[int]]:
 
 
 def rows(
-    tokenizer: Tokenizer, split: str, per_family: int, seed: int, cache: Path, weights: Sequence[float] | None = None
-) -> RowStore:
-    """`per_family` rows of every family, times its weight, from `cache` if they were made before."""
+    tokenizer: Tokenizer, split: str, per_family: int, seed: int, context: int, cache: Path,
+    weights: Sequence[float] | None = None,
+) -> tuple[RowStore, int]:  # fmt: skip
+    """`per_family` rows of every family, times its weight, from `cache` if they were made before; and how many of them
+    were dropped because they are longer than `context` tokens. Raises `UserError` when nothing is left."""
     counts = [round(per_family * weight) for weight in weights or [1] * len(FAMILIES)]
 
     def encoded() -> Iterator[tuple[list[int], list[int]]]:
@@ -48,4 +51,8 @@ def rows(
 
     sample = tokenizer.encode("the quick brown fox 0123 def f(xs): return")
     fingerprint = [VERSION, split, counts, seed, tokenizer.vocab_size, sample, tokenizer.chat_template]
-    return cached_store(cache / f"{split}.npz", fingerprint, lambda: RowStore.build(encoded()))
+    store = cached_store(cache / f"{split}.npz", fingerprint, lambda: RowStore.build(encoded()))
+    kept = store.within(context)
+    if len(kept) == 0:
+        raise UserError(f"every row of the suite's {split} split is longer than the model's context of {context} tokens")
+    return kept, len(store) - len(kept)
