@@ -292,6 +292,25 @@ def test_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert capsys.readouterr().err == "interrupted\n"
 
 
+INTERRUPTED_IMPORT = """
+import runpy, sys
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == "{name}":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Finder())
+sys.argv = ["refusion", "examples"]
+runpy.run_module("refusion", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("name", ["refusion.cli", "cyclopts", "refusion.evaluation.procedural"])
+def test_interrupted_while_modules_are_imported(name: str) -> None:
+    code = INTERRUPTED_IMPORT.format(name=name)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
 @pytest.mark.skipif(os.name != "posix", reason="pipes of POSIX")
 def test_a_reader_that_goes_away_is_no_error() -> None:
     """It is asked for more than a pipe holds, so that the writer has to notice."""

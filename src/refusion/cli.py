@@ -12,13 +12,13 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import field, fields, make_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO, get_type_hints
 
-from cyclopts import App, CycloptsError, Group, Parameter, UnknownOptionError, UnusedCliTokensError
+from cyclopts import App, CycloptsError, Group, Parameter, Token, UnknownOptionError, UnusedCliTokensError
 
 from refusion import __version__
 from refusion.config import CONFIGS, AutoregressiveConfig, DecodeConfig, GenerationConfig, UserError, nearest
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from refusion.training.loop import Decode
 
 USAGE, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+MOST_EXAMPLES, MOST_THREADS = 1_000_000, 1024  # many more take all memory
 
 OVERVIEW = """Write text with slot-parallel diffusion language models, measure, train.
 
@@ -57,6 +58,20 @@ RUN = Group("Run", sort_key=1)
 def _switch(group: Group, help: str) -> Parameter:
     """A flag that is off unless given."""
     return Parameter(group=group, help=help, show_default=False)
+
+
+def _whole(_: Any, tokens: Sequence[Token]) -> int:
+    """The number of a flag that counts something. The library's own reading of it rounds 4.5 to 4."""
+    text = tokens[-1].value
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"must be a whole number, got {text!r:.40}") from None
+
+
+def _number(group: Group, help: str) -> Parameter:
+    """A flag that takes a whole number."""
+    return Parameter(group=group, help=help, converter=_whole)
 
 
 SETTINGS_HELP = {
@@ -95,7 +110,8 @@ def _settings_flags() -> type:
         for f in fields(config):
             default = config.DEFAULTS[f.name]
             shown = "" if isinstance(default, tuple | bool) else f" Default: the model's own, else {default}."
-            parameter = Parameter(help=SETTINGS_HELP[f.name] + shown, group=WRITING if f.name in own else SLOTS)
+            kind = _number if hints[f.name] == int | None else Parameter
+            parameter = kind(help=SETTINGS_HELP[f.name] + shown, group=WRITING if f.name in own else SLOTS)
             entries.setdefault(f.name, (f.name, Annotated[hints[f.name], parameter], field(default=None)))
     return make_dataclass("Settings", entries.values(), namespace={"__module__": __name__}, kw_only=True, frozen=True)
 
@@ -130,9 +146,10 @@ DtypeFlag = Annotated[
 ]  # fmt: skip
 ThreadsFlag = Annotated[
     int | None,
-    Parameter(group=INPUT, help="CPU threads. Default: torch's choice, one for each core. Small models are often "
-              "fastest with 1 or 2."),
-]  # fmt: skip
+    _number(
+        INPUT, "CPU threads. Default: torch's choice, one for each core. Small models are often fastest with 1 or 2."
+    ),
+]
 LiveFlag = Annotated[bool, _switch(OUTPUT, "Show the slots filling while the answer is written (on stderr).")]
 LiveDelayFlag = Annotated[
     float | None,
@@ -148,9 +165,8 @@ TraceFlag = Annotated[
 ]
 LimitFlag = Annotated[
     int,
-    Parameter(group=RUN, help="Take the first N tasks of each family. Higher: surer figures, longer wait; to report, "
-              "100 or more."),
-]  # fmt: skip
+    _number(RUN, "Take the first N tasks of each family. Higher: surer figures, longer wait; to report, 100 or more."),
+]
 OverridesFlag = Annotated[
     str,
     Parameter(group=RUN, allow_leading_hyphen=True, help="Any key of the recipe, such as --training.max-steps 500."),
@@ -267,12 +283,14 @@ def _compare(model: Model, prompt: str, config: Config, raw: bool, result: Resul
 
 def _write_trace(file: TextIO, model: str, prompt: str, result: Result) -> None:
     """The request, every event, and the result; each line says under "event" what it is."""
-    file.truncate(0)
     whole = result.to_dict(events=True)
     header = {"model": model, "prompt": prompt, "prompt_ids": whole.pop("prompt_ids"), "settings": whole["settings"]}
     lines = [{"event": "request", **header}, *whole.pop("events"), {"event": "result", **whole}]
-    for line in lines:
-        file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    with _writing(file.name):
+        with suppress(OSError):  # a pipe or a device holds nothing to empty
+            file.truncate(0)
+        for line in lines:
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
 # --- eval
@@ -343,7 +361,7 @@ def bench(
     suite: Annotated[str, Parameter(group=RUN, help="The tasks: nano.")] = "nano",
     split: Annotated[str, Parameter(group=RUN, help="train, validation, test or hard.")] = "test",
     limit: LimitFlag = 10,
-    repeats: Annotated[int, Parameter(group=RUN, help="Times that every prompt is answered. Higher: surer times.")] = 3,
+    repeats: Annotated[int, _number(RUN, "Times that every prompt is answered. Higher: surer times.")] = 3,
     batch_sizes: Annotated[str, Parameter(group=RUN, help="Prompts answered at once, with commas between. Only 1 yet.")] = "1",
     json: Annotated[bool, _switch(RUN, "Print one JSON object instead of a Markdown table.")] = False,
     settings: SettingsFlags = UNSET,
@@ -465,7 +483,7 @@ def reproduce(
     *,
     out: Annotated[Path | None, Parameter(group=RUN, help="Folder of all results. Default: runs/reproduce-NAME.")] = None,
     max_steps: Annotated[
-        int | None, Parameter(group=RUN, help="Train each method for fewer steps, to see that everything works.")
+        int | None, _number(RUN, "Train each method for fewer steps, to see that everything works.")
     ] = None,
     device: Annotated[str | None, Parameter(group=RUN, help="cpu, cuda, ... Default: cuda if there is one.")] = None,
 ) -> int:
@@ -517,11 +535,13 @@ def info(
 
 
 def _describe(name: str) -> dict[str, Any]:
+    from refusion.generate import check_defaults
     from refusion.models.checkpoint import read_config, resolve_folder
     from refusion.models.tokenizer import Tokenizer
 
     folder = resolve_folder(name)
     config, tokenizer = read_config(folder), Tokenizer.from_folder(folder)
+    check_defaults(config, folder)
     method = str(config.defaults.get("method", "refusion")) if config.mask_token_id is not None else "autoregressive"
     wanted = CONFIGS[method]()
     shape = config.model
@@ -562,8 +582,8 @@ def _readable(value: Any) -> str:
 def examples(
     *,
     family: Annotated[str | None, Parameter(group=RUN, help="Only this family of tasks. Default: all of them.")] = None,
-    count: Annotated[int, Parameter(group=RUN, help="Prompts of each family.")] = 1,
-    seed: Annotated[int, Parameter(group=RUN, help="Another seed, other prompts.")] = 0,
+    count: Annotated[int, _number(RUN, "Prompts of each family.")] = 1,
+    seed: Annotated[int, _number(RUN, "Another seed, other prompts.")] = 0,
     json: Annotated[bool, _switch(RUN, "Print a JSON list of {family, prompt, answer}.")] = False,
 ) -> None:
     """Print prompts that the nano model knows, with their answers.
@@ -574,8 +594,8 @@ def examples(
     """
     from refusion.evaluation.procedural import FAMILIES, take
 
-    if count < 1:
-        raise UserError(f"--count must be at least 1, got {count}")
+    if not 1 <= count <= MOST_EXAMPLES:
+        raise UserError(f"--count must be between 1 and {MOST_EXAMPLES:,}, got {count!s:.40}")
     items = [item for name in ([family] if family else FAMILIES) for item in take(name, "validation", count, seed)]
     if json:
         rows = [{"family": i.family, "prompt": i.prompt, "answer": i.answer} for i in items]
@@ -611,8 +631,8 @@ def _config(given: dict[str, Any], method: str | None, model: Model) -> Config:
 
 
 def _load(name: str, device: str | None, dtype: str | None, threads: int | None) -> Model:
-    if threads is not None and threads < 1:
-        raise UserError(f"--threads must be at least 1, got {threads}")
+    if threads is not None and not 1 <= threads <= MOST_THREADS:
+        raise UserError(f"--threads must be between 1 and {MOST_THREADS:,}, got {threads!s:.40}")
     import torch
 
     from refusion.generate import load
@@ -637,12 +657,21 @@ def _opened(trace: Path | None) -> Iterator[TextIO | None]:
     if trace is None:
         yield None
         return
-    try:
+    with _writing(trace):
         file = trace.open("a", encoding="utf-8")  # emptied when there is something to write
+    try:
+        yield file
+    finally:
+        with _writing(trace):
+            file.close()
+
+
+@contextmanager
+def _writing(trace: Path | str) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise UserError(f"--trace {trace}: cannot be written ({error.strerror})") from None
-    with file:
-        yield file
 
 
 def _assignments(settings: dict[str, Any]) -> str:
@@ -677,11 +706,42 @@ def _parsed(tokens: list[str]) -> Callable[[], Any]:
     return lambda: command(*bound.args, **bound.kwargs)
 
 
-def main(argv: Iterable[str] | None = None) -> int:
-    """Run the command line (default: this process's arguments) and return its exit code."""
+def _open_streams() -> None:
+    """A standard stream that came closed (`>&-`) is empty, or takes everything; and no file gets its number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 (open as long as the process)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # an answer may hold what an old terminal cannot show
+
+
+def _let_go() -> None:
+    """Flush. A stream that takes nothing any more now leads nowhere, or Python would complain of it when it exits."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            with suppress(OSError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _complain(text: str, code: int) -> int:
+    """Say what is wrong, if anybody listens."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+    return code
+
+
+def _no_memory(error: BaseException) -> bool:
+    """torch has an error of its own for accelerators, and none for the memory of a CPU."""
+    words = str(error).lower()
+    return isinstance(error, MemoryError) or "out of memory" in words or "can't allocate memory" in words
+
+
+def main(argv: Iterable[str] | None = None) -> int:
+    """Run the command line (default: this process's arguments) and return its exit code."""
+    _open_streams()
     tokens = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _parsed(tokens)()
@@ -690,14 +750,16 @@ def main(argv: Iterable[str] | None = None) -> int:
     except (UserError, CycloptsError) as error:
         unquoted = isinstance(error, UnusedCliTokensError) and tokens[:1] == ["generate"]
         hint = " (a prompt of several words needs quotes)" if unquoted else ""
-        print(f"error: {_one_line(error)}{hint}", file=sys.stderr)
-        return USAGE
+        return _complain(f"error: {_one_line(error)}{hint}", USAGE)
+    except BrokenPipeError:  # the reader has gone: nobody is left to be told
+        return BROKEN_PIPE
     except OSError as error:
-        if isinstance(error, BrokenPipeError):  # the reader has gone: nobody is left to be told
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return BROKEN_PIPE
-        print(f"error: {_one_line(error)}", file=sys.stderr)
-        return USAGE
+        return _complain(f"error: {_one_line(error)}", USAGE)
+    except (MemoryError, RuntimeError) as error:
+        if not _no_memory(error):
+            raise
+        return _complain(f"error: out of memory ({_one_line(error)[:100]})", USAGE)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return _complain("interrupted", INTERRUPTED)
+    finally:
+        _let_go()

@@ -13,6 +13,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar, TypeVar
 
+# What no model comes near. Up to here sizes can be multiplied and weights be counted; above, the arithmetic of torch
+# overflows, or a mistyped number fills the memory.
+LARGEST_SHAPE: Mapping[str, int] = {
+    "vocab_size": 2**24, "hidden_size": 2**20, "intermediate_size": 2**22, "num_hidden_layers": 10_000,
+    "num_attention_heads": 2**14, "num_key_value_heads": 2**14, "head_dim": 2**14, "max_position_embeddings": 2**31,
+}  # fmt: skip
+
 
 class UserError(ValueError):
     """Something that the user can put right. Its text is one line and names the setting or the file."""

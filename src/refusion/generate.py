@@ -93,13 +93,13 @@ def load(model: str | Path, device: str | None = None, dtype: str | torch.dtype 
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     config = read_config(folder)
-    _check_defaults(config, folder)
+    check_defaults(config, folder)
     transformer = load_model(folder, device, dtype)
     prepack(transformer)
     return Model(str(model), transformer, Tokenizer.from_folder(folder), config)
 
 
-def _check_defaults(config: FolderConfig, folder: Path) -> None:
+def check_defaults(config: FolderConfig, folder: Path) -> None:
     """A folder's own decoding settings are checked when it is loaded, so that the complaint names the file."""
     method = METHODS.get(str(config.defaults.get("method", "refusion")))
     known = {f.name for m in METHODS.values() for f in fields(m.config)} | {"method"}

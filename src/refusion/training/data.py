@@ -37,6 +37,11 @@ class RowStore:
     def lengths(self) -> Ints:
         return self.bounds[:, 2] - self.bounds[:, 0]
 
+    def within(self, context: int) -> RowStore:
+        """The rows of at most `context` tokens."""
+        fit = self.lengths <= context
+        return self if fit.all() else RowStore(self.ids, self.bounds[fit])
+
     def pair(self, row: int) -> tuple[Ints, Ints]:
         """Prompt and answer ids; the answer ends with end-of-sequence."""
         start, middle, end = self.bounds[row]
@@ -59,8 +64,11 @@ class RowStore:
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part.npz")
-        np.savez(part, ids=self.ids, bounds=self.bounds)
-        os.replace(part, path)
+        try:
+            np.savez(part, ids=self.ids, bounds=self.bounds)
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)  # what a full disk took of it
 
     @staticmethod
     def load(path: Path) -> RowStore:
