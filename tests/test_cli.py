@@ -18,7 +18,7 @@ import pytest
 import refusion
 from refusion import cli
 from refusion.cli import main
-from refusion.config import AutoregressiveConfig, DecodeConfig
+from refusion.config import CONFIGS, AutoregressiveConfig, DecodeConfig
 from refusion.evaluation.procedural import FAMILIES, take
 
 QUESTION = "Max has 20 eggs. Max buys 11 more eggs. How many eggs does Max have now?"
@@ -51,7 +51,7 @@ def test_help_of_every_command(command: str, capsys: pytest.CaptureFixture[str])
 
 
 def test_every_setting_is_a_flag_with_help(capsys: pytest.CaptureFixture[str]) -> None:
-    settings = {f.name for f in fields(DecodeConfig)}
+    settings = {f.name for config in CONFIGS.values() for f in fields(config)}
     assert set(cli.SETTINGS_HELP) == settings
     for command in ("generate", "eval"):
         main([command, "--help"])

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from refusion.config import CONFIGS, AutoregressiveConfig, DecodeConfig, GenerationConfig
-from refusion.methods import autoregressive
+from refusion.config import CONFIGS, AutoregressiveConfig, DecodeConfig, DreamConfig, GenerationConfig, LladaConfig
+from refusion.methods import autoregressive, masked
 from refusion.methods.base import Decoder, Objective, TokenIds
 from refusion.methods.refusion import decode as refusion
 
@@ -50,6 +50,14 @@ def _refusion_objective(ids: TokenIds, settings: Mapping[str, Any]) -> Objective
     return ReFusionObjective(ids, **settings)
 
 
+def _llada_objective(ids: TokenIds, settings: Mapping[str, Any]) -> Objective:
+    return masked.MaskedObjective(ids, **settings)
+
+
+def _dream_objective(ids: TokenIds, settings: Mapping[str, Any]) -> Objective:
+    return masked.MaskedObjective(ids, shifted=True, **settings)
+
+
 REFUSION = Method(
     DecodeConfig, refusion.decode, _refusion_objective,
     frozenset({
@@ -60,8 +68,10 @@ REFUSION = Method(
 AUTOREGRESSIVE = Method(
     AutoregressiveConfig, autoregressive.decode, _autoregressive_objective, frozenset({"prompt_loss"}), needs_mask=False
 )
+LLADA = Method(LladaConfig, masked.decode_llada, _llada_objective, frozenset({"answer_length"}))
+DREAM = Method(DreamConfig, masked.decode_dream, _dream_objective, frozenset({"answer_length", "context_p"}))
 
-METHODS = {method.name: method for method in (REFUSION, AUTOREGRESSIVE)}
+METHODS = {method.name: method for method in (REFUSION, AUTOREGRESSIVE, LLADA, DREAM)}
 assert {name: method.config for name, method in METHODS.items()} == CONFIGS
 
 
