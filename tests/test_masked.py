@@ -39,12 +39,14 @@ TINY = Path(__file__).parent.parent / "recipes" / "tiny.toml"
 # What every position's distribution is: of a text; of the rows begin..end when all others are as they were in an old text.
 Distributions = Callable[[list[int], list[int], int, int], dict[int, Tensor]]
 Writes = list[dict[int, int]]  # of every forward that writes: response position -> token
+Literal = tuple[list[int], Writes, list[dict[int, float]]]
 
 
-def literal(distributions: Distributions, prompt: Sequence[int], s: Any, eos: Sequence[int]) -> tuple[list[int], Writes]:
-    """The response up to end-of-sequence, and everything that is written, without an early end, and step by step."""
+def literal(distributions: Distributions, prompt: Sequence[int], s: Any, eos: Sequence[int]) -> Literal:
+    """The response up to end-of-sequence, everything that is written, without an early end, and step by step, and the
+    probabilities of all drafts before each write."""
     shift, n = int(isinstance(s, DreamConfig)), s.max_new_tokens
-    text, writes, step = [*prompt, *[MASK] * n], Writes(), -1
+    text, writes, seen, step = [*prompt, *[MASK] * n], Writes(), list[dict[int, float]](), -1
     size, budget = s.block_size or n, s.steps or n
     for start in range(0, n, size):
         stop = min(start + size, n)
@@ -52,10 +54,9 @@ def literal(distributions: Distributions, prompt: Sequence[int], s: Any, eos: Se
         masked, old = list(range(start, stop)), list(text)
         adaptive = s.confidence_threshold > 0 or s.factor > 0
         for i in range(stop - start if adaptive else steps):
-            step += 1
             if not masked:
-                step -= adaptive  # a step of an adaptive order is a forward
-                continue
+                break
+            step += 1
             rows = range(len(text))
             if s.cache != "none" and text != old:
                 rows = range(len(prompt) + start - shift, len(prompt) + stop if s.cache == "dual" else len(text))
@@ -65,11 +66,13 @@ def literal(distributions: Distributions, prompt: Sequence[int], s: Any, eos: Se
             for p, token in written.items():
                 text[len(prompt) + p] = token
             masked = [p for p in masked if p not in written]
-            writes += [written] if written else []
+            if written:
+                writes.append(written)
+                seen.append({p: draft[1] for p, draft in drafts.items()})
         assert not masked
     response = text[len(prompt) :]
     end = min([response.index(token) for token in eos if token in response and not s.ignore_eos], default=n)
-    return response[:end], writes
+    return response[:end], writes, seen
 
 
 def drafted(distribution: Tensor, s: Any, step: int, p: int) -> tuple[int, float, float, float]:
@@ -137,9 +140,11 @@ def settings(rng: random.Random, **fixed: Any) -> MaskedConfig:
     return DreamConfig(**shared, order=rng.choice(DreamConfig.ORDERS)).resolve()
 
 
-def check(driven: Driven, expected: tuple[list[int], Writes], s: Any, eos: Sequence[int], prompt_len: int) -> None:
+def check(driven: Driven, expected: Literal, s: Any) -> None:
     """The literal answer; every write of the literal version until the answer is settled, and none after that."""
-    answer, writes = expected
+    answer, writes, drafts = expected
+    for event, probabilities in zip(driven.of(Drafted), drafts, strict=False):
+        assert dict(zip(event.positions, event.probabilities, strict=True)) == pytest.approx(probabilities, abs=1e-5)
     finished = driven.events[-1]
     ended = len(answer) < s.max_new_tokens
     assert finished == Finished("stop" if ended else "length", tuple(answer), ended)
@@ -166,7 +171,7 @@ def test_a_decoder_is_its_literal_version(seed: int) -> None:
     )  # fmt: skip
     prompt = [rng.randint(1, 11) for _ in range(rng.randint(1, 5))]
     driven = drive(method_of(s).decode(prompt, s, TokenIds(MASK, eos)), Script(model))
-    check(driven, literal(scripted_distributions(model), prompt, s, eos), s, eos, len(prompt))
+    check(driven, literal(scripted_distributions(model), prompt, s, eos), s)
 
 
 def run(s: MaskedConfig, eos: tuple[int, ...] = (), **model: Any) -> Driven:
@@ -296,7 +301,7 @@ def test_a_decoder_on_a_model_is_its_literal_version(seed: int) -> None:
     prompt = [rng.randint(1, 22) for _ in range(rng.randint(1, 6))]
     runner = Runner(model, barred, 8)
     driven = drive(method_of(s).decode(prompt, s, TokenIds(MASK, (EOS,))), runner)
-    check(driven, literal(model_distributions(model), prompt, s, (EOS,)), s, (EOS,), len(prompt))
+    check(driven, literal(model_distributions(model), prompt, s, (EOS,)), s)
     assert (runner.forwards, runner.rows) == (driven.forwards, driven.rows)
 
 

@@ -58,10 +58,11 @@ def surety(probabilities: Tensor, score: str) -> Tensor:
     [0.25]
     """
     if score == "margin":
-        best: Tensor = probabilities.topk(2, dim=-1).values
+        best = probabilities.topk(2, dim=-1).values
         return best[:, 0] - best[:, 1]
     if score == "entropy":
-        return -torch.special.entr(probabilities).sum(-1)
+        entropy: Tensor = torch.special.entr(probabilities).sum(-1)
+        return -entropy
     assert score == "probability"
     return probabilities.new_empty(0)
 
