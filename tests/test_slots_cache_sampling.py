@@ -21,7 +21,7 @@ from refusion.slots import Layout
     [
         "cache", "methods.masked", "methods.refusion.select", "methods.refusion.verify", "methods.rows", "models.layouts",
         "models.runner", "models.transformer", "sampling",
-    ],  # fmt: skip
+    ],
 )
 def test_examples_in_docstrings(module: str) -> None:
     result = doctest.testmod(importlib.import_module(f"refusion.{module}"))
