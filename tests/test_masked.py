@@ -493,5 +493,7 @@ def test_a_run_gives_a_folder_that_writes_by_its_method(method: str, tmp_path: P
     assert model.method == method and model.settings().max_new_tokens == 70
     result = model.generate("Work out 1+2.", method_of(model.settings()).config(steps=3, ignore_eos=True))
     assert (len(result.token_ids), result.stats.forwards) == (70, 3 if method == "llada" else result.stats.rounds)
+    path = out / "last" / "generation_config.json"
+    assert json.loads(path.read_text())["refusion"] == {"method": method, "max_new_tokens": 70}
     logged = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert any("validation_loss_mdm" in line for line in logged)

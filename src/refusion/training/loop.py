@@ -91,7 +91,7 @@ class Run:
             raise UserError(f"{self.recipe.model.start}: names no end-of-sequence token")
         self.end = own if own is not None else self.eos[0]
         settings = {} if folder is None else {k: v for k, v in folder.defaults.items() if k != "method"}
-        self.defaults = {**self.recipe.objective.decoding, **settings}
+        self.defaults = {**settings, **self.recipe.objective.decoding}
 
     def _model(self) -> tuple[Tokenizer, Transformer]:
         shape = self.recipe.model
