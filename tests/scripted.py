@@ -137,6 +137,17 @@ def recomputed(model: Model) -> Callable[[Sequence[int], Sequence[int], Tensor],
     return probabilities
 
 
+def both_ways(
+    model: Model, tokens: Sequence[int], positions: Sequence[int], segments: Sequence[int], cache: Sequence[Any]
+) -> list[Any]:
+    """Columns of rows that see the cache and all rows of their segment: of these, as in one layer, token and position."""
+    plain = [model.column(token, position, ()) for token, position in zip(tokens, positions, strict=True)]
+    return [
+        model.column(tokens[i], positions[i], [*cache, *(c for j, c in enumerate(plain) if j != i and segments[j] == segment)])
+        for i, segment in enumerate(segments)
+    ]  # fmt: skip
+
+
 @dataclass
 class Driven:
     """What came out of a decoder, and every forward that it asked for."""
@@ -186,6 +197,7 @@ def well_formed(request: Forward, before: Forward | None) -> None:
     assert all(0 <= u < 1 for u in request.uniforms)
     assert len(set(request.keep)) == len(request.keep)
     assert all(0 <= row < (len(before.tokens) if before else 0) for row in request.keep)
+    assert request.cut is None or (request.cut >= 0 and not request.keep)
 
 
 def take(allowed: Tensor, request: Forward, index: int) -> int:
@@ -206,7 +218,17 @@ def answered(request: Forward, rows: Callable[[int], Tensor], barred: Collection
         tokens.append(take(allowed, request, index))
         probabilities.append(float(rows(row)[tokens[-1]]))
     checks = tuple(float(rows(row)[token]) for row, token in request.checks)
-    return Answer(tuple(tokens), tuple(probabilities), checks)
+    scores = () if request.score == "probability" else tuple(surety(rows(row), request.score) for row in request.drafts)
+    return Answer(tuple(tokens), tuple(probabilities), checks, scores)
+
+
+def surety(distribution: Tensor, score: str) -> float:
+    """How sure a distribution is, by hand."""
+    if score == "margin":
+        first, second = sorted(distribution.tolist(), reverse=True)[:2]
+        return float(first - second)
+    assert score == "entropy"
+    return sum(p * math.log(p) for p in distribution.tolist() if p > 0)
 
 
 @dataclass
@@ -220,6 +242,12 @@ class Script:
 
     def __call__(self, request: Forward) -> Answer:
         self.cache += [self.last[row] for row in request.keep]
+        if request.cut is not None:
+            assert request.cut <= len(self.cache)
+            del self.cache[request.cut :]
+        if request.bidirectional:
+            self.last = both_ways(self.model, request.tokens, request.positions, request.segments, self.cache)
+            return answered(request, lambda row: self.model.distribution(self.last[row]), self.barred)
         columns: list[Any] = []
         for token, position, segment in zip(request.tokens, request.positions, request.segments, strict=True):
             own = [c for c, s in zip(columns, request.segments, strict=False) if s == segment]

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from refusion.config import AutoregressiveConfig, DecodeConfig
+from refusion.config import AutoregressiveConfig, DecodeConfig, DreamConfig, LladaConfig
 from refusion.events import Committed, Drafted, Event, Finished, Selected
 from refusion.generate import Config, Model
 from refusion.live import LiveView, State, commit_lines, frame, piece
@@ -160,7 +160,10 @@ def test_on_a_terminal_it_draws_and_ends(no_color: bool) -> None:
     assert "\x1b[?25h" in out  # the cursor is shown again
 
 
-@pytest.mark.parametrize("config", [DecodeConfig(slot_size=4, block_size=16), AutoregressiveConfig()])
+@pytest.mark.parametrize("config", [
+    DecodeConfig(slot_size=4, block_size=16), AutoregressiveConfig(), LladaConfig(block_size=16, cache="dual"),
+    LladaConfig(steps=9), DreamConfig(confidence_threshold=0.7), DreamConfig(order="origin", block_size=8, steps=20),
+])  # fmt: skip
 def test_forwards_and_tokens_are_counted_as_the_model_counts_them(config: Config, any_model: Model) -> None:
     for seed in range(4):
         settings = replace(config, max_new_tokens=37, temperature=0.7, seed=seed)

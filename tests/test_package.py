@@ -19,7 +19,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 def test_public_surface() -> None:
     assert sorted(refusion.__all__) == [
-        "AutoregressiveConfig", "DecodeConfig", "Model", "Result", "Stats", "UserError", "__version__", "load",
+        "AutoregressiveConfig", "DecodeConfig", "DreamConfig", "LladaConfig", "Model", "Result", "Stats", "UserError",
+        "__version__", "load",
     ]  # fmt: skip
     for name in refusion.__all__:
         assert getattr(refusion, name) is not None

@@ -12,9 +12,10 @@ from refusion.config import UserError
 from refusion.methods.autoregressive import AutoregressiveObjective
 from refusion.methods.base import TokenIds
 from refusion.methods.block import BlockObjective
+from refusion.methods.masked import MaskedObjective
 from refusion.methods.refusion.corrupt import ReFusionObjective
 from refusion.training.loop import make_objective
-from refusion.training.recipe import ModelRecipe, Recipe, load
+from refusion.training.recipe import ModelRecipe, Recipe, ignored, load
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 LEAST = '[objective]\nmethod = "refusion"\n[training]\nmax_steps = 10\n'
@@ -43,7 +44,7 @@ def test_recipes_that_come_with_the_project_load(path: Path) -> None:
     assert recipe.name == path.stem
     made = make_objective(recipe.objective, TokenIds(3, (2,)))
     kinds = {"refusion": ReFusionObjective, "autoregressive": AutoregressiveObjective, "bd3lm": BlockObjective}
-    assert isinstance(made, kinds[recipe.objective.method])
+    assert isinstance(made, kinds.get(recipe.objective.method, MaskedObjective))
 
 
 def test_the_least_recipe_has_the_papers_objective(tmp_path: Path) -> None:
@@ -64,6 +65,17 @@ def test_every_setting_of_the_objective_arrives(tmp_path: Path) -> None:
     overrides = {f"objective.{k}": str(v).lower() if isinstance(v, bool) else str(v) for k, v in toml.items()}
     made = make_objective(load(write(tmp_path, LEAST), overrides).objective, TokenIds(3, (2,)))
     assert made == ReFusionObjective(TokenIds(3, (2,)), **settings)
+
+
+@pytest.mark.parametrize("method", ["llada", "dream"])
+def test_settings_of_masked_diffusion_arrive(method: str, tmp_path: Path) -> None:
+    overrides = {"objective.method": method, "objective.answer_length": "24", "objective.context_p": "0.25"}
+    recipe = load(write(tmp_path, LEAST), overrides)
+    made = make_objective(recipe.objective, TokenIds(3, (2,)))
+    assert made == MaskedObjective(TokenIds(3, (2,)), 24, *((True, 0.25) if method == "dream" else (False, 0.0)))
+    assert ignored(recipe) == ([] if method == "dream" else ["objective.context_p"])
+    assert recipe.objective.decoding == {"method": method, "max_new_tokens": 24}  # a model writes what it has learnt
+    assert load(write(tmp_path, LEAST)).objective.decoding == {"method": "refusion"}
 
 
 # --- overrides
@@ -145,7 +157,7 @@ def test_every_wrongly_typed_value_is_named(section: str, key: str, value: str, 
 
 
 @pytest.mark.parametrize(("key", "value", "message"), [
-    ("objective.method", "refuson", "must be one of refusion, autoregressive, bd3lm, got 'refuson'; did you mean 'refusion'?"),
+    ("objective.method", "refuson", "must be one of refusion, autoregressive, llada, dream, bd3lm, got 'refuson'; did you mean"),
     ("objective.corruption", "bernouli", "did you mean 'bernoulli'?"),
     ("objective.normalisation", "target", "did you mean 'targets'?"),
     ("training.optimizer", "adam", "did you mean 'adamw'?"),
@@ -182,6 +194,8 @@ def test_every_wrongly_typed_value_is_named(section: str, key: str, value: str, 
     ("objective.slot_weights", "[1, -1, 1, 1]", "at least 0, got -1.0"),
     ("objective.mdm_scale", "-1", "at least 0, got -1.0"),
     ("objective.autoregressive_fraction", "2", "between 0 and 1, got 2.0"),
+    ("objective.answer_length", "0", "at least 1, got 0"),
+    ("objective.context_p", "1.5", "between 0 and 1, got 1.5"),
     ("validation.rows", "0", "at least 1, got 0"),
     ("validation.decode_limit", "0", "at least 1, got 0"),
     ("validation.every", "-1", "at least 0, got -1"),

@@ -18,7 +18,10 @@ from refusion.slots import Layout
 
 @pytest.mark.parametrize(
     "module",
-    ["cache", "methods.refusion.select", "methods.refusion.verify", "models.runner", "models.transformer", "sampling"],
+    [
+        "cache", "methods.masked", "methods.refusion.select", "methods.refusion.verify", "methods.rows", "models.layouts",
+        "models.runner", "models.transformer", "sampling",
+    ],
 )
 def test_examples_in_docstrings(module: str) -> None:
     result = doctest.testmod(importlib.import_module(f"refusion.{module}"))

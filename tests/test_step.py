@@ -13,6 +13,7 @@ from torch import Tensor
 
 from refusion.methods.autoregressive import AutoregressiveObjective
 from refusion.methods.base import Loss, TokenIds, TrainingRow
+from refusion.methods.masked import MaskedObjective
 from refusion.methods.refusion.corrupt import AR, MDM, ReFusionObjective
 from refusion.models.transformer import ModelConfig, Transformer
 from refusion.training.data import Batch, Batches, RowStore, collate, question
@@ -134,6 +135,8 @@ OBJECTIVES: dict[str, Any] = {
     "upstream": ReFusionObjective(IDS, (2, 4, 8), corruption="bernoulli", normalisation="upstream", mdm_scale=0.7),
     "unrolled": ReFusionObjective(IDS, (2, 4, 8), unrolled_fraction=0.7, first_token_weight=3.0, **HELPS),
     "autoregressive": AutoregressiveObjective(prompt_loss=True),
+    "llada": MaskedObjective(IDS, 20),
+    "dream": MaskedObjective(IDS, 20, shifted=True, context_p=0.3),
 }
 
 

@@ -12,13 +12,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from refusion.config import AutoregressiveConfig, DecodeConfig, UserError
+from refusion.config import AutoregressiveConfig, DecodeConfig, DreamConfig, LladaConfig, UserError
 
 if TYPE_CHECKING:
     from refusion.generate import Model, Result, Stats, load
 
 __version__ = "0.1.0"
-__all__ = ["AutoregressiveConfig", "DecodeConfig", "Model", "Result", "Stats", "UserError", "__version__", "load"]
+__all__ = [
+    "AutoregressiveConfig", "DecodeConfig", "DreamConfig", "LladaConfig", "Model", "Result", "Stats", "UserError",
+    "__version__", "load",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,7 @@
 
 Contract: `main(argv)` returns an exit code and never shows a traceback for what the user can put right: one line on
 stderr and 2. Answers go to stdout, everything else to stderr. Commands import what they need when they run: help must
-not wait for torch. The flags of the decoding settings are made from `DecodeConfig`; only their help is written here.
+not wait for torch. The flags of the decoding settings are made from the methods' configs; only their help is written here.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ app = App(
 INPUT = Group("Model and prompt", sort_key=1)
 OUTPUT = Group("Output", sort_key=2)
 SLOTS = Group("Slots: how much is written at once", sort_key=3)
-WRITING = Group("Writing: length, chance and end", sort_key=4)
+MASKED = Group("Masked diffusion: how much is written at once by --method llada and dream", sort_key=4)
+WRITING = Group("Writing: length, chance and end", sort_key=5)
 RUN = Group("Run", sort_key=1)
 
 
@@ -85,8 +86,8 @@ SETTINGS_HELP = {
     "ignore_eos": "Do not stop where the model ends its answer, but at --max-new-tokens.",
     "slot_size": "Tokens per slot. Higher: more tokens per forward while the model is sure, more re-drafting when it "
     "is not.",
-    "block_size": "Tokens per serial block; blocks are written left to right, their slots in any order. At least "
-    "--slot-size. Higher: more freedom of order, more work per forward.",
+    "block_size": "Tokens per serial block; blocks are written left to right, their slots (llada, dream: their tokens) in "
+    "any order. At least --slot-size. Higher: more freedom of order, more work per forward. llada, dream: 0 = one block.",
     "slot_threshold": "Write a slot when its first token is likelier than this (0 to 1). Lower: more slots at once, "
     "faster, riskier. Higher: surer and slower.",
     "token_threshold": "Accept drafted tokens that are verified as likelier than this (0 to 1). Lower: faster, "
@@ -96,14 +97,23 @@ SETTINGS_HELP = {
     "recompute": "An ablation: compute slots that were finished side by side once more. Slower.",
     "block_steps": "bd3lm: most forwards per block, each writes an equal share of it. Lower: faster, riskier. 0 = one "
     "for each token.",
-    "confidence_threshold": "bd3lm: also write every token that is likelier than this (0 to 1). Lower: more tokens per "
-    "forward, riskier. Higher: surer and slower. 1 = off.",
+    "steps": "Forwards for the whole response, unless a threshold or factor decides. Lower: more tokens at once, faster, "
+    "riskier. 0 = one for each token.",
+    "factor": "Write as many of the likeliest tokens as this risk allows, at least one. Higher: faster, riskier. "
+    "Lower: surer and slower. 0 = off.",
+    "cache": "What a block's later forwards take from its first one: none, prefix (all before the block) or dual (and all "
+    "after it). More: less work per forward, less exact.",
+    "remasking": "llada: which tokens of a forward are kept: low_confidence (the likeliest) or random.",
+    "order": "dream: which tokens of a forward are kept: origin (by chance), maskgit_plus (the likeliest), topk_margin or "
+    "entropy.",
+    "confidence_threshold": "Write every token of the block that is likelier than this (0 to 1), at least one. Lower: "
+    "faster, riskier. Higher: surer and slower. Off: 1 for bd3lm, 0 for llada and dream.",
 }
 
 
 def _settings_flags() -> type:
     """The settings of all methods as flags: the same names and types, unset unless given, and without their checks."""
-    own = {f.name for f in fields(GenerationConfig)}
+    groups = {f.name: SLOTS for f in fields(DecodeConfig)} | {f.name: WRITING for f in fields(GenerationConfig)}
     entries: dict[str, tuple[str, Any, Any]] = {}
     for config in CONFIGS.values():
         hints = get_type_hints(config)
@@ -111,7 +121,7 @@ def _settings_flags() -> type:
             default = config.DEFAULTS[f.name]
             shown = "" if isinstance(default, tuple | bool) else f" Default: the model's own, else {default}."
             kind = _number if hints[f.name] == int | None else Parameter
-            parameter = kind(help=SETTINGS_HELP[f.name] + shown, group=WRITING if f.name in own else SLOTS)
+            parameter = kind(help=SETTINGS_HELP[f.name] + shown, group=groups.get(f.name, MASKED))
             entries.setdefault(f.name, (f.name, Annotated[hints[f.name], parameter], field(default=None)))
     return make_dataclass("Settings", entries.values(), namespace={"__module__": __name__}, kw_only=True, frozen=True)
 
@@ -133,7 +143,8 @@ ModelFlag = Annotated[
 MethodFlag = Annotated[
     Method | None,
     Parameter(group=INPUT, help="refusion writes slots in any order, autoregressive token by token, with the same "
-              "weights; bd3lm block by block, with weights of its own. Default: what the model was trained for."),
+              "weights; llada and dream are masked diffusion, bd3lm is block diffusion, for models trained so. Default: what "
+              "the model was trained for."),
 ]  # fmt: skip
 RawFlag = Annotated[bool, _switch(INPUT, "Continue the prompt as it stands, without the chat template.")]
 DeviceFlag = Annotated[
@@ -202,7 +213,7 @@ def generate(
     For example:
       refusion generate --live "List: 84 48 26 51. First reverse, then keep those over 50."
     """
-    given = _given(settings)
+    given = _given(settings, method)
     if compare and json:
         raise UserError("--compare cannot be used with --json")
     delay = _delay(live, live_delay)
@@ -271,9 +282,9 @@ def _compare(model: Model, prompt: str, config: Config, raw: bool, result: Resul
     """Figures of `result`, and those of the same weights token by token."""
     shared = {f.name: getattr(config, f.name) for f in fields(AutoregressiveConfig)}
     other = model.generate(prompt, AutoregressiveConfig(**shared), raw)
-    titles = {"refusion": "slots:", "autoregressive": "token by token:"}
-    print(f"{titles.get(config.method, config.method + ':'):<16}{figures(result)}", file=sys.stderr)
-    if config.method == "autoregressive":
+    name = {"refusion": "slots", "autoregressive": "token by token"}.get(config.method, config.method)
+    print(f"{name + ':':<16}{figures(result)}", file=sys.stderr)
+    if isinstance(config, AutoregressiveConfig):
         _warn("--compare is ignored: this answer was written token by token already")
         return
     print(f"{'token by token:':<16}{figures(other)}", file=sys.stderr)
@@ -316,7 +327,7 @@ def evaluate(
     For example:
       refusion eval --model nano --split test --limit 100
     """
-    given = _given(settings)
+    given = _given(settings, method)
     from refusion.evaluation.procedural import SPLITS
 
     if split not in SPLITS:
@@ -415,7 +426,7 @@ def train(
 
     place = _train_device(device, torch)
     folder = out or Path("runs") / (plan.name or recipe.stem)
-    decode = _validation(plan.objective.method)
+    decode = _validation(plan.objective.decoding)
     with bar(plan.name or folder.name) as progress:
         run = loop.train(plan, folder, resume=resume, device=place, decode=decode, progress=progress)
     steps = plan.training.max_steps
@@ -454,7 +465,7 @@ def _train_device(device: str | None, torch: Any) -> str:
     return device
 
 
-def _validation(method: str) -> Decode:
+def _validation(defaults: dict[str, Any]) -> Decode:
     """Accuracy by decoding, as the training loop asks for it: of a model that is in no folder yet."""
     from refusion.evaluation.evaluate import validation_decode
     from refusion.generate import Model
@@ -466,7 +477,7 @@ def _validation(method: str) -> Decode:
         eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
         folder = FolderConfig(
             transformer.config, "", tokenizer.mask_token_id, eos, tokenizer.bos_token_id, tokenizer.pad_token_id,
-            {"method": method}, {},
+            defaults, {},
         )  # fmt: skip
         return validation_decode(Model("training", transformer, tokenizer, folder), limit)
 
@@ -608,11 +619,13 @@ def examples(
 # --- shared
 
 
-def _given(settings: Any) -> dict[str, Any]:
-    """The flags that were given, checked. Raises `UserError` naming the setting."""
+def _given(settings: Any, method: str | None) -> dict[str, Any]:
+    """The flags that were given, checked by the method they are for. Raises `UserError` naming the setting."""
     given = {f.name: getattr(settings, f.name) for f in fields(settings) if getattr(settings, f.name) is not None}
-    for config in CONFIGS.values():
-        config(**{f.name: given[f.name] for f in fields(config) if f.name in given})
+    own = {f.name for f in fields(CONFIGS[method])} if method else set()
+    for name, config in CONFIGS.items():
+        names = {f.name for f in fields(config)} & given.keys() - (own if name != method else set())
+        config(**{key: given[key] for key in names})
     return given
 
 

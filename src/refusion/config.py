@@ -42,6 +42,7 @@ def _strings(stop: Any) -> tuple[str, ...]:
 
 
 C = TypeVar("C", bound="GenerationConfig")
+M = TypeVar("M", bound="MaskedConfig")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +111,8 @@ class GenerationConfig:
     def _one_of(self, name: str, choices: tuple[str, ...]) -> None:
         value = getattr(self, name)
         if value is not None and value not in choices:
-            raise UserError(f"{name} must be one of {', '.join(choices)}, got {value!r:.40}{nearest(str(value), choices)}")
+            hint = nearest(value, choices) if isinstance(value, str) else ""
+            raise UserError(f"{name} must be one of {', '.join(choices)}, got {value!r:.40}{hint}")
 
     def _within(self, name: str, low: float, high: float) -> None:
         value = self._number(name, float)
@@ -207,6 +209,97 @@ class DecodeConfig(GenerationConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MaskedConfig(GenerationConfig):
+    """Masked diffusion (docs/algorithm.md, "Masked diffusion"): what LLaDA and Dream share. On top of `GenerationConfig`:
+
+    Attributes (None: unset, see `resolve`):
+        block_size: tokens per block; blocks are written left to right, their tokens in any order. 0: one block for all.
+        steps: forwards over which the response is spread, shared out among the blocks by their length, at least one for
+            each; 0: one for each token.
+        confidence_threshold: instead, write every token of the block that is likelier than this, at least one (Fast-dLLM);
+            0 is off.
+        factor: instead, write the n likeliest for the largest n with (n + 1) * (1 - probability of the n-th) < factor, at
+            least one (Fast-dLLM); 0 is off.
+        cache: which keys and values of a block's first forward serve the block's other forwards (Fast-dLLM, approximate):
+            "none", "prefix" (of all that stands before the block) or "dual" (and of all that stands after it).
+    """
+
+    block_size: int | None = None
+    steps: int | None = None
+    confidence_threshold: float | None = None
+    factor: float | None = None
+    cache: str | None = None
+
+    CACHES: ClassVar[tuple[str, ...]] = ("none", "prefix", "dual")
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {
+        **GenerationConfig.DEFAULTS, "block_size": 32, "steps": 0, "confidence_threshold": 0.0, "factor": 0.0,
+        "cache": "none",
+    }  # fmt: skip
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least("block_size", 0, int)
+        self._at_least("steps", 0, int)
+        self._within("confidence_threshold", 0, 1)
+        self._at_least("factor", 0, float)
+        self._one_of("cache", self.CACHES)
+        self._fit()
+
+    def resolve(self: M, model_defaults: Mapping[str, Any] | None = None) -> M:
+        """As in `GenerationConfig`; of confidence_threshold and factor, a given one switches off a default other one."""
+        defaults = dict(model_defaults or {})
+        for given, other in (("confidence_threshold", "factor"), ("factor", "confidence_threshold")):
+            if getattr(self, given):
+                defaults[other] = 0.0
+        return super().resolve(defaults)
+
+    def _fit(self) -> None:
+        if self.confidence_threshold and self.factor:
+            raise UserError("confidence_threshold and factor cannot both be set")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LladaConfig(MaskedConfig):
+    """Masked diffusion as in LLaDA. On top of `MaskedConfig`:
+
+    Attributes (None: unset, see `resolve`):
+        remasking: which tokens of a forward are kept: "low_confidence" (the likeliest) or "random".
+    """
+
+    method: ClassVar[str] = "llada"
+
+    remasking: str | None = None
+
+    REMASKING: ClassVar[tuple[str, ...]] = ("low_confidence", "random")
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {**MaskedConfig.DEFAULTS, "remasking": "low_confidence"}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._one_of("remasking", self.REMASKING)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DreamConfig(MaskedConfig):
+    """Masked diffusion as in Dream: the output at a position predicts the next one. On top of `MaskedConfig`:
+
+    Attributes (None: unset, see `resolve`):
+        order: which tokens of a forward are kept: "origin" (by chance), "maskgit_plus" (the likeliest), "topk_margin"
+            (those furthest ahead of the second likeliest) or "entropy" (those of the lowest entropy).
+    """
+
+    method: ClassVar[str] = "dream"
+
+    order: str | None = None
+
+    ORDERS: ClassVar[tuple[str, ...]] = ("origin", "maskgit_plus", "topk_margin", "entropy")
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {**MaskedConfig.DEFAULTS, "block_size": 0, "order": "entropy"}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._one_of("order", self.ORDERS)
+
+
+@dataclass(frozen=True, kw_only=True)
 class BlockConfig(GenerationConfig):
     """Block diffusion (methods/block.py). On top of `GenerationConfig`:
 
@@ -234,5 +327,5 @@ class BlockConfig(GenerationConfig):
 
 
 CONFIGS: Mapping[str, type[GenerationConfig]] = {  # by method
-    c.method: c for c in (DecodeConfig, AutoregressiveConfig, BlockConfig)
+    config.method: config for config in (DecodeConfig, AutoregressiveConfig, LladaConfig, DreamConfig, BlockConfig)
 }

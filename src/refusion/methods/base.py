@@ -35,7 +35,9 @@ class Forward:
     A row sees the whole cache and the rows 0..i of its own segment, or more (`bidirectional`, `chained`: see above).
     `drafts` are rows whose output draws a token, `uniforms` the numbers in [0, 1) that decide a draw (empty: greedy);
     `checks` are (row, token) pairs whose probability is asked for. `keep` names the rows of the *previous* forward that
-    become cache columns before this one runs; `cut` (never together with `keep`) is how many columns stay.
+    become cache columns before this one runs; `cut` (never together with `keep`) is how many columns stay. `score` names
+    what each draft's distribution is measured by besides: "margin" (of the likeliest token over the second) or "entropy"
+    (in nats, negative: higher is surer).
     """
 
     tokens: tuple[int, ...]
@@ -49,6 +51,7 @@ class Forward:
     bidirectional: bool = False
     cut: int | None = None
     chained: bool = False
+    score: str = "probability"  # nothing besides
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class Answer:
     tokens: tuple[int, ...] = ()  # one for each draft
     probabilities: tuple[float, ...] = ()  # of these drafted tokens
     checks: tuple[float, ...] = ()  # one for each check
+    scores: tuple[float, ...] = ()  # one for each draft, if `score` asks for more than the probability
 
 
 Decoder = Generator[Forward | Event, Answer | None, None]

@@ -10,8 +10,16 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from refusion.config import CONFIGS, AutoregressiveConfig, BlockConfig, DecodeConfig, GenerationConfig
-from refusion.methods import autoregressive, block
+from refusion.config import (
+    CONFIGS,
+    AutoregressiveConfig,
+    BlockConfig,
+    DecodeConfig,
+    DreamConfig,
+    GenerationConfig,
+    LladaConfig,
+)
+from refusion.methods import autoregressive, block, masked
 from refusion.methods.base import Answer, Decoder, Forward, Objective, TokenIds
 from refusion.methods.refusion import decode as refusion
 from refusion.methods.refusion.likelihood import likelihood
@@ -57,6 +65,14 @@ def _block_objective(ids: TokenIds, settings: Mapping[str, Any]) -> Objective:
     return block.BlockObjective(ids, **settings)
 
 
+def _llada_objective(ids: TokenIds, settings: Mapping[str, Any]) -> Objective:
+    return masked.MaskedObjective(ids, **settings)
+
+
+def _dream_objective(ids: TokenIds, settings: Mapping[str, Any]) -> Objective:
+    return masked.MaskedObjective(ids, shifted=True, **settings)
+
+
 REFUSION = Method(
     DecodeConfig, refusion.decode, _refusion_objective,
     frozenset({
@@ -69,9 +85,11 @@ AUTOREGRESSIVE = Method(
     AutoregressiveConfig, autoregressive.decode, _autoregressive_objective, frozenset({"prompt_loss"}), needs_mask=False,
     likelihood=lambda prompt, answer, settings, ids: autoregressive.likelihood(prompt, answer),
 )  # fmt: skip
+LLADA = Method(LladaConfig, masked.decode_llada, _llada_objective, frozenset({"answer_length"}))
+DREAM = Method(DreamConfig, masked.decode_dream, _dream_objective, frozenset({"answer_length", "context_p"}))
 BD3LM = Method(BlockConfig, block.decode, _block_objective, frozenset({"block_sizes", "noise_range"}))
 
-METHODS = {method.name: method for method in (REFUSION, AUTOREGRESSIVE, BD3LM)}
+METHODS = {method.name: method for method in (REFUSION, AUTOREGRESSIVE, LLADA, DREAM, BD3LM)}
 assert {name: method.config for name, method in METHODS.items()} == CONFIGS
 
 

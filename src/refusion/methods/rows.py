@@ -68,6 +68,46 @@ class _Run:
     prefix: int = 0
 
 
+def masked_row(
+    example: Example, answer: NDArray[np.int64], masked: NDArray[np.bool_], mask: int, weights: NDArray[np.float64],
+    shifted: bool,
+) -> TrainingRow:  # fmt: skip
+    """Context, and an answer of which some tokens are replaced by [MASK] and asked for; every token sees all others.
+
+    answer, masked, weights: [L], in the order of the text; answer may be longer than the example's own. shifted: a token
+    is asked for where the one before it in the text stands, the first one in the context (if it has one before it).
+    """
+    tokens = np.concatenate([example.context, np.where(masked, mask, answer)])
+    places = len(example.context) + np.arange(len(answer))  # where each answer token is asked for
+    if shifted:
+        before = np.flatnonzero(example.context_positions == example.start - 1)
+        places = np.concatenate([before, places[:-1]])
+        offset = len(answer) - len(places)  # 1 without a token before the answer
+        answer, masked, weights = answer[offset:], masked[offset:], weights[offset:]
+    targets, per_token = np.full(len(tokens), -1), np.ones(len(tokens), dtype=np.float32)
+    targets[places[masked]], per_token[places[masked]] = answer[masked], weights[masked]
+    positions = np.concatenate([example.context_positions, example.start + np.arange(len(tokens) - len(example.context))])
+    zeros = np.zeros(len(tokens), dtype=np.int64)
+    return TrainingRow(tokens, positions, targets, zeros, per_token, zeros, zeros, bidirectional=True)
+
+
+def padded(answer: NDArray[np.int64], length: int, token: int) -> NDArray[np.int64]:
+    """The answer, followed by `token` up to a length; longer answers stay as they are."""
+    return np.concatenate([answer, np.full(max(0, length - len(answer)), token)])
+
+
+def context_weights(known: NDArray[np.int64], asked: NDArray[np.int64], p: float) -> NDArray[np.float64]:
+    """Dream's weights: for each asked position, half the sum over known ones of Geo(p) at their distance. Positions [K],
+    [A] -> [A].
+
+    >>> context_weights(np.array([0, 1]), np.array([2, 3]), 0.5).tolist()     # (1/2 + 1/4) / 2, (1/4 + 1/8) / 2
+    [0.375, 0.1875]
+    """
+    distance = np.abs(asked[:, None] - known[None, :])
+    weights: NDArray[np.float64] = 0.5 * (p * (1 - p) ** np.maximum(distance - 1, 0) * (distance > 0)).sum(1)
+    return weights
+
+
 def next_token_row(example: Example, loss: int, prompt_loss: bool = False) -> TrainingRow:
     """Context and answer in order; every answer token is asked for by the one before it, the first one too."""
     tokens = np.concatenate([example.context, example.answer])

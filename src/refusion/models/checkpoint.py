@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from refusion.config import LARGEST_SHAPE, UserError, nearest
+from refusion.models.layouts import LAYOUTS, PLAIN, Layout
 from refusion.models.tokenizer import Tokenizer, one_line, read_json, special_ids
 from refusion.models.transformer import ModelConfig, Transformer
 
@@ -108,6 +109,7 @@ class FolderConfig:
     pad_token_id: int | None
     defaults: dict[str, Any]  # decoding settings: generation_config.json, key `refusion`
     raw: dict[str, Any]  # config.json as it stands
+    layout: Layout = PLAIN  # of a folder in other names than Hugging Face's
 
     @property
     def parameters(self) -> int:
@@ -188,7 +190,9 @@ def read_config(folder: str | Path) -> FolderConfig:
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"no such model folder: {folder}")
-    config = _Fields(read_json(folder / "config.json"), folder / "config.json")
+    raw = read_json(folder / "config.json")
+    layout = LAYOUTS.get(str(raw.get("model_type")), PLAIN)
+    config = _Fields(layout.translated(raw, folder / "config.json"), folder / "config.json")
     path = folder / "generation_config.json"
     generation = _Fields(read_json(path) if path.exists() else {}, path)
     model = _model_config(config)
@@ -202,17 +206,19 @@ def read_config(folder: str | Path) -> FolderConfig:
         raise config.fail(f"mask_token_id {mask!s:.40} is outside the vocabulary ({model.vocab_size} entries)")
     if mask is None and named.get("mask_token", model.vocab_size) < model.vocab_size:
         mask = named["mask_token"]
+    if mask is None and layout.mask_token_id is not None and layout.mask_token_id < model.vocab_size:
+        mask = layout.mask_token_id
     architecture = (config.texts("architectures") or [ARCHITECTURES[model.model_type]])[0]
     return FolderConfig(
         model, architecture, mask, tuple(dict.fromkeys(eos)), bos[0] if bos else None, pad[0] if pad else None,
-        generation.table("refusion"), dict(config.raw),
+        {**layout.defaults, **generation.table("refusion")}, dict(raw), layout,
     )  # fmt: skip
 
 
 def _model_config(config: _Fields) -> ModelConfig:
     kind = str(config.raw.get("model_type"))
     if kind not in ARCHITECTURES:
-        raise config.fail(f"model_type {kind!r} is not supported (known: {', '.join(ARCHITECTURES)})")
+        raise config.fail(f"model_type {kind!r} is not supported (known: {', '.join([*ARCHITECTURES, *LAYOUTS])})")
     if config.raw.get("hidden_act", "silu") != "silu":
         raise config.fail(f"hidden_act {config.raw['hidden_act']!r} is not supported (known: silu)")
     if config.raw.get("quantization_config"):
@@ -283,19 +289,22 @@ def load_model(
     Raises `UserError` naming the file when anything is missing, broken or does not fit config.json.
     """
     folder = Path(folder)
-    config = read_config(folder).model
+    described = read_config(folder)
+    config, layout = described.model, described.layout
     place = _device(device)
     with torch.device("meta"):
         model = Transformer(config)
+    names = {layout.stored(name): name for name in model.state_dict()}
     files = _tensor_files(folder)
-    stored = _check_tensors(folder, files, {name: tuple(t.shape) for name, t in model.state_dict().items()}, config)
+    shapes = {layout.stored(name): tuple(t.shape) for name, t in model.state_dict().items()}
+    stored = _check_tensors(folder, files, shapes, config, layout)
     wanted = _dtype(dtype) or (torch.float32 if place.type == "cpu" else stored)
     state: dict[str, Tensor] = {}
     for file in sorted(set(files.values())):
         with _opened(file) as tensors:
             for name in (n for n, f in files.items() if f == file and not _ignored(n)):
                 # A copy even where nothing changes: it is aligned, and independent of the file.
-                state[name] = tensors.get_tensor(name).to(device=place, dtype=wanted, copy=True)
+                state[names[name]] = tensors.get_tensor(name).to(device=place, dtype=wanted, copy=True)
     _assign(model, state, folder)
     return model.eval()
 
@@ -371,10 +380,11 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def _check_tensors(
-    folder: Path, files: Mapping[str, Path], shapes: Mapping[str, tuple[int, ...]], config: ModelConfig
+    folder: Path, files: Mapping[str, Path], shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, layout: Layout
 ) -> torch.dtype:
     """Compare the names and shapes of all stored tensors with the model's; returns the stored dtype."""
-    missing = [n for n in shapes if n not in files and not (n == "lm_head.weight" and config.tie_word_embeddings)]
+    head, embedding = layout.stored("lm_head.weight"), layout.stored("model.embed_tokens.weight")
+    missing = [n for n in shapes if n not in files and not (n == head and config.tie_word_embeddings)]
     if missing:
         where = folder / (SINGLE if (folder / SINGLE).exists() else INDEX)
         raise UserError(f"{where}: tensor {missing[0]} is missing{_others(missing)}")
@@ -393,7 +403,7 @@ def _check_tensors(
                                     f"but config.json asks for {list(shapes[name])}")  # fmt: skip
                 if piece.get_dtype() not in STORED:
                     raise UserError(f"{file}: tensor {name} has dtype {piece.get_dtype()}, which is not supported")
-                if name == "model.embed_tokens.weight":
+                if name == embedding:
                     stored = STORED[piece.get_dtype()]
     return stored
 

@@ -56,6 +56,22 @@ def visibility(
     return mask[None, None]
 
 
+def surety(probabilities: Tensor, score: str) -> Tensor:
+    """What `Forward.score` asks for, of each distribution: float32 [R, V] -> [R]; nothing ([0]) for "probability".
+
+    >>> surety(torch.tensor([[0.5, 0.25, 0.25]]), "margin").tolist()
+    [0.25]
+    """
+    if score == "margin":
+        best = probabilities.topk(2, dim=-1).values
+        return best[:, 0] - best[:, 1]
+    if score == "entropy":
+        entropy: Tensor = torch.special.entr(probabilities).sum(-1)
+        return -entropy
+    assert score == "probability"
+    return probabilities.new_empty(0)
+
+
 class Runner:
     """One request's cache, and the model to fill it; counts forwards and rows."""
 
@@ -105,7 +121,8 @@ class Runner:
         tokens = self._take(logits[wanted].masked_fill(self.barred, float("-inf")), forward)
         values = probabilities[wanted].gather(-1, tokens[:, None])[:, 0]
         checks = probabilities[[place[r] for r, _ in forward.checks], [token for _, token in forward.checks]]
-        return Answer(tuple(tokens.tolist()), tuple(values.tolist()), tuple(checks.tolist()))
+        scores = surety(probabilities[wanted], forward.score)
+        return Answer(tuple(tokens.tolist()), tuple(values.tolist()), tuple(checks.tolist()), tuple(scores.tolist()))
 
     def _take(self, logits: Tensor, forward: Forward) -> Tensor:
         """One token for each draft row: the likeliest (of equals the lowest id), or a draw."""

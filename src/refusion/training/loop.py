@@ -94,7 +94,7 @@ class Run:
         if self.end >= self.model.config.vocab_size:
             raise UserError(f"{self.recipe.model.start}: end-of-sequence id {self.end!s:.40} is outside the vocabulary")
         settings = {} if folder is None else {k: v for k, v in folder.defaults.items() if k != "method"}
-        self.defaults = {"method": self.recipe.objective.method, **settings}
+        self.defaults = {**settings, **self.recipe.objective.decoding}
 
     def _model(self) -> tuple[Tokenizer, Transformer]:
         shape = self.recipe.model

@@ -48,7 +48,7 @@ class ModelRecipe:
 
 @dataclass(frozen=True)
 class ObjectiveRecipe:
-    """How rows are corrupted; see `ReFusionObjective`, `AutoregressiveObjective` and `BlockObjective`."""
+    """How rows are corrupted; see the methods' own objectives."""
 
     method: str  # see methods/registry.py
     prompt_loss: bool = False
@@ -64,6 +64,14 @@ class ObjectiveRecipe:
     first_token_weight: float = 1.0
     block_sizes: tuple[int, ...] = (8,)
     noise_range: tuple[float, ...] = (0.0, 1.0)
+    answer_length: int = 128  # of masked diffusion: answers are padded with end-of-sequence to this many tokens
+    context_p: float = 0.0
+
+    @property
+    def decoding(self) -> dict[str, Any]:
+        """Settings that a trained model's folder names: the method, and how long the answers are that it has learnt."""
+        length = {"max_new_tokens": self.answer_length} if "answer_length" in METHODS[self.method].settings else {}
+        return {"method": self.method, **length}
 
 
 @dataclass(frozen=True)
@@ -153,7 +161,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 SHARES = {  # settings between 0 and 1
     "infill_fraction", "autoregressive_fraction", "partial_slot_fraction", "unrolled_fraction", "min_lr_ratio",
-    "decay_fraction", "beta1", "beta2", "noise_range",
+    "decay_fraction", "beta1", "beta2", "context_p", "noise_range",
 }  # fmt: skip
 FROM_ZERO = {"seed", "warmup_steps", "every", "decode_every"}  # whole numbers that may be 0; all others are at least 1
 # Generous: what is larger fills the memory, or does not fit the numbers of torch and numpy.
