@@ -103,7 +103,8 @@ def test_attacks_are_contained(name: str, tmp_path: Path) -> None:
 FORGERIES = {
     "builtins behind the import": "__builtins__['__import__'].__globals__['__builtins__']['repr'] = lambda x: '9'\n",
     "word from standard input": (
-        "import typing\np = typing.sys.modules['posix']\np.lseek(0, 0, 0)\nword = str(p.read(0, 9999)).split('\"word\": \"')[1][:32]\n"
+        "import typing\np = typing.sys.modules['posix']\np.lseek(0, 0, 0)\n"
+        "word = str(p.read(0, 9999)).split('\"word\": \"')[1][:32]\n"
         "for fd in range(1, 64):\n    try: p.write(fd, (word + '[9]').encode())\n    except OSError: pass\np._exit(0)\n"
     ),
 }  # fmt: skip

@@ -133,7 +133,8 @@ def run_function(
 
     seconds: wall clock for the whole; megabytes: address space of the process.
     """
-    return _results({"code": code, "name": name, "calls": calls, "modules": PURE, "preload": PURE, "harmless": []}, seconds, megabytes)
+    job = {"code": code, "name": name, "calls": calls, "modules": PURE, "preload": PURE}
+    return _results(job, seconds, megabytes)
 
 
 def run_program(code: str, *, seconds: float = 10.0, megabytes: int = 512) -> str:
@@ -162,7 +163,7 @@ def _results(job: dict[str, Any], seconds: float, megabytes: int) -> list[Any] |
     word = secrets.token_hex(16)
     limits = {"seconds": int(seconds) + 1, "bytes": megabytes << 20, "nobody": NOBODY, "word": word}
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as file:
-        file.write(json.dumps({"reasons": False, **job, **limits}).encode())
+        file.write(json.dumps({"reasons": False, "harmless": [], **job, **limits}).encode())
         file.seek(0)
         written = _run([sys.executable, "-I", "-S", "-c", _CHILD], file.fileno(), folder, seconds)
     if not written.startswith(word.encode()) or len(written) > MAX_RESULT:
