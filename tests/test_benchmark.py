@@ -277,6 +277,18 @@ def test_the_command(
     assert (settings["slot_size"], settings["block_size"], settings["max_new_tokens"]) == (32, 128, 8)
 
 
+def test_an_interrupted_run_says_how_to_go_on(
+    trained_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(benchmark, "run", interrupt)
+    assert main(["eval", "--model", str(trained_folder), "--task", "gsm8k", "--data", str(GSM8K), "--device", "cpu"]) == 130
+    assert "--resume" in capsys.readouterr().err
+
+
 MISUSES = {
     "unknown task": (["--task", "gsm8"], "'gsm8k'"),
     "no data": (["--task", "gsm8k"], "https://github.com/openai/grade-school-math"),

@@ -288,7 +288,7 @@ def evaluate(
     resume: Annotated[bool, _switch(BENCHMARK, "Go on with the answers in --samples, where they stopped.")] = False,
     json: Annotated[bool, _switch(RUN, "Print one JSON object instead of a table.")] = False,
     settings: SettingsFlags = UNSET,
-) -> None:
+) -> int:
     """Measure accuracy and tokens per forward on tasks with one right answer.
 
     Without --task, on the package's own suite. Every answer is judged by a
@@ -303,13 +303,17 @@ def evaluate(
 
         benchmark.check(task, data, preset, limit)
         loaded = _load(model, device, dtype, threads)
-        with bar(task) as progress:
-            report = benchmark.run(
-                loaded, task, data, config=_config(given, method, loaded), preset_name=preset, limit=limit,
-                samples=samples, resume=resume, progress=progress,
-            )  # fmt: skip
+        try:
+            with bar(task) as progress:
+                report = benchmark.run(
+                    loaded, task, data, config=_config(given, method, loaded), preset_name=preset, limit=limit,
+                    samples=samples, resume=resume, progress=progress,
+                )  # fmt: skip
+        except KeyboardInterrupt:
+            print("interrupted; every answer is saved, --resume continues", file=sys.stderr)
+            return INTERRUPTED
         print(globals()["json"].dumps(report) if json else "\n".join(benchmark.table(report)))
-        return
+        return 0
     if data is not None or samples is not None or resume or preset != "default":
         raise UserError("--data, --preset, --samples and --resume need --task")
     from refusion.evaluation.procedural import SPLITS
@@ -323,6 +327,7 @@ def evaluate(
     with bar("tasks") as progress:
         report = evaluation.evaluate(loaded, suite, split, 20 if limit is None else limit, config, progress)
     print(globals()["json"].dumps(report) if json else "\n".join(_table(report)))
+    return 0
 
 
 def _table(report: dict[str, Any]) -> Iterator[str]:
