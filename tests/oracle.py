@@ -93,6 +93,7 @@ class _Oracle:
             self.buffer.append(Column(token, i, frozenset(range(i + 1))))
         n, k, b = self.settings.max_new_tokens, self.settings.slot_size, self.settings.block_size
         assert n is not None and k is not None and b is not None
+        self.size = k
         self.slots = [list(range(i, min(i + k, n))) for i in range(0, n, k)]  # positions of each slot
         a_block = b // k
         every = list(range(len(self.slots)))
@@ -132,7 +133,12 @@ class _Oracle:
             self.commit({position: drafts[position] for position in keep}, completed=False)
         else:
             runs = {slot: [drafts[p] for p in self.leading(self.slots[slot], probability)] for slot in chosen}
-            self.commit(self.complete(runs), completed=True)
+            tokens = self.complete(runs)
+            several = len({position // self.size for position in tokens}) > 1
+            if self.settings.recompute and several:
+                self.forwards += 1
+                self.rows += len(tokens)
+            self.commit(tokens, completed=not (self.settings.recompute and several))
 
     # --- select, verify, complete ---------------------------------------------------------------------------------
 
@@ -142,9 +148,14 @@ class _Oracle:
         out = self.forward([self.mask] * len(row), row, [0] * len(row))
         self.rows += len(row)
         draft = {position: self.draft(out[i], 0, position) for i, position in enumerate(row)}
-        first = {slot: self.slots[slot][0] for slot in still_open}
-        score = {slot: float(out[row.index(first[slot])][draft[first[slot]]]) for slot in still_open}
+        of_draft = {position: float(out[i][draft[position]]) for i, position in enumerate(row)}
+        score = {slot: of_draft[self.slots[slot][0]] for slot in still_open}
+        if self.settings.slot_score == "mean":
+            score = {slot: math.fsum(of_draft[p] for p in self.slots[slot]) / len(self.slots[slot]) for slot in still_open}
         chosen = [slot for slot in still_open if self.exceeds(score[slot], self.settings.slot_threshold)]
+        if self.settings.slot_order == "left_to_right":
+            gap = next((slot for slot in still_open[1:] if slot not in chosen), len(self.slots))
+            chosen = [slot for slot in still_open if slot == still_open[0] or slot < gap]
         if not chosen:
             best = max(still_open, key=lambda slot: (score[slot], -slot))
             self.note(min((score[best] - score[slot] for slot in still_open if slot != best), default=math.inf))

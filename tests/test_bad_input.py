@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -121,10 +123,24 @@ MISUSES = {
     "prompt without quotes": (["generate", "Max", "has", "eggs"], "quotes"),
     "misspelt option": (generate("--slto-size", "4"), "--slot-size"),
     "not a number": (generate("--slot-size", "four"), "--slot-size"),
+    "half a token a slot": (generate("--slot-size", "4.5"), "--slot-size: must be a whole number, got '4.5'"),
+    "half a token a block": (generate("--block-size=32.5"), "--block-size"),
+    "half a token": (generate("--max-new-tokens", "7.9"), "--max-new-tokens"),
+    "half a candidate": (generate("--top-k", "0.5"), "--top-k"),
+    "seed with a fraction": (generate("--seed", "0.0"), "--seed"),
+    "half a thread": (generate("--threads", "1.5"), "--threads"),
+    "a number as rich markup": (generate("--threads", "[red]"), "'[red]'"),
+    "threads without number": (generate("--threads", "1e400"), "--threads"),
+    "more threads than there are": (generate("--threads", "1" + "0" * 30), "--threads"),
+    "digits without end": (generate("--slot-size", "1" * 5000), "--slot-size"),
     "misspelt command": (["genrate", "x"], "generate"),
     "unknown suite": (["eval", "--model", "{good}", "--suite", "nanno"], "nano"),
     "unknown split": (["eval", "--model", "{good}", "--split", "tset"], "'test'"),
     "no tasks": (["eval", "--model", "{good}", "--limit", "0"], "limit"),
+    "half a task": (["eval", "--model", "{good}", "--limit", "2.5"], "--limit"),
+    "half an example": (["examples", "--count", "1.5"], "--count"),
+    "half a seed of examples": (["examples", "--seed", "0.5"], "--seed"),
+    "examples without end": (["examples", "--count", "1" + "0" * 30], "--count"),
     "unknown family": (["examples", "--family", "sudok"], "'sudoku'"),
     "no examples": (["examples", "--count", "0"], "--count"),
     "info of nothing": (["info", "/no/such/folder"], "/no/such/folder"),
@@ -187,3 +203,62 @@ def test_a_model_that_has_no_mask_writes_token_by_token(
     folder = filled("{no_mask}")
     assert main(["generate", "Max has 20 eggs.", "--model", folder, "--max-new-tokens", "4", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["stats"]["forwards"] == 4
+
+
+# --- streams that are closed or take nothing
+
+
+def shell(line: str) -> subprocess.CompletedProcess[str]:
+    """A line of a shell, in which `refusion` is the command."""
+    line = f"refusion() {{ {shlex.quote(sys.executable)} -m refusion \"$@\"; }}; {line}"
+    return subprocess.run(["/bin/sh", "-c", line], capture_output=True, text=True, timeout=120, check=False)
+
+
+POSIX = pytest.mark.skipif(os.name != "posix", reason="needs a POSIX shell")
+
+
+@POSIX
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_no_error(closed: str) -> None:
+    done = shell(f"refusion examples --family list {closed}")
+    assert done.returncode == 0 and done.stderr == ""
+    assert (done.stdout == "") == (">&-" in closed.replace("2>&-", ""))
+
+
+@POSIX
+def test_complaints_that_nobody_hears_have_their_exit_code() -> None:
+    assert shell("refusion examples --count 0 2>&-").returncode == 2
+    done = shell("refusion generate - --model /no/such/folder <&-")
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+@POSIX
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_an_output_that_is_full_is_one_line(trained_folder: Path) -> None:
+    done = shell("refusion examples > /dev/full")
+    assert done.returncode == 2
+    assert done.stderr == "error: [Errno 28] No space left on device\n"
+    assert shell("refusion examples --count 0 2> /dev/full").returncode == 2
+    done = shell(f"refusion generate 'Max has 20 eggs.' --model {trained_folder} --trace /dev/full")
+    assert done.returncode == 2
+    assert done.stderr == "error: --trace /dev/full: cannot be written (No space left on device)\n"
+
+
+def test_memory_that_is_spent_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def raising(error: Exception) -> Callable[..., None]:
+        def load(*_: object) -> None:
+            raise error
+
+        return load
+
+    cpu = "[enforce fail at alloc_cpu.cpp:1] data. DefaultCPUAllocator: can't allocate memory: you tried to allocate 9"
+    for error in (MemoryError(), RuntimeError("CUDA out of memory.\nTried to allocate"), RuntimeError(cpu)):
+        monkeypatch.setattr("refusion.cli._load", raising(error))
+        assert main(["generate", "x"]) == 2
+        complaint = capsys.readouterr().err
+        assert complaint.startswith("error: out of memory") and complaint.count("\n") == 1
+    monkeypatch.setattr("refusion.cli._load", raising(RuntimeError("a fault of ours")))
+    with pytest.raises(RuntimeError, match="ours"):
+        main(["generate", "x"])

@@ -18,7 +18,7 @@ import pytest
 import refusion
 from refusion import cli
 from refusion.cli import main
-from refusion.config import AutoregressiveConfig, DecodeConfig
+from refusion.config import CONFIGS, AutoregressiveConfig, DecodeConfig
 from refusion.evaluation.procedural import FAMILIES, take
 
 QUESTION = "Max has 20 eggs. Max buys 11 more eggs. How many eggs does Max have now?"
@@ -51,7 +51,7 @@ def test_help_of_every_command(command: str, capsys: pytest.CaptureFixture[str])
 
 
 def test_every_setting_is_a_flag_with_help(capsys: pytest.CaptureFixture[str]) -> None:
-    settings = {f.name for f in fields(DecodeConfig)}
+    settings = {f.name for config in CONFIGS.values() for f in fields(config)}
     assert set(cli.SETTINGS_HELP) == settings
     for command in ("generate", "eval"):
         main([command, "--help"])
@@ -108,12 +108,12 @@ def test_json_is_the_result(generate: Any, trained_folder: Path) -> None:
 def test_every_flag_reaches_the_settings(generate: Any) -> None:
     given = {
         "max_new_tokens": 24, "temperature": 0.5, "top_k": 7, "top_p": 0.9, "seed": 3, "slot_size": 6, "block_size": 12,
-        "slot_threshold": 0.8, "token_threshold": 0.3,
+        "slot_threshold": 0.8, "token_threshold": 0.3, "slot_order": "left_to_right", "slot_score": "mean",
     }  # fmt: skip
     flags = [text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-    out, err = generate(*flags, "--ignore-eos", "--stop", "xyz", "--stop", "a b", "--json")
-    assert json.loads(out)["settings"] == {**given, "ignore_eos": True, "stop": ["xyz", "a b"]}
-    assert set(given) | {"ignore_eos", "stop"} == {f.name for f in fields(DecodeConfig)}
+    out, err = generate(*flags, "--ignore-eos", "--recompute", "--stop", "xyz", "--stop", "a b", "--json")
+    assert json.loads(out)["settings"] == {**given, "ignore_eos": True, "recompute": True, "stop": ["xyz", "a b"]}
+    assert set(given) | {"ignore_eos", "recompute", "stop"} == {f.name for f in fields(DecodeConfig)}
     assert err == ""
 
 
@@ -290,6 +290,25 @@ def test_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     monkeypatch.setattr("refusion.cli._load", interrupt)
     assert main(["generate", "x"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+INTERRUPTED_IMPORT = """
+import runpy, sys
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == "{name}":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Finder())
+sys.argv = ["refusion", "examples"]
+runpy.run_module("refusion", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("name", ["refusion.cli", "cyclopts", "refusion.evaluation.procedural"])
+def test_interrupted_while_modules_are_imported(name: str) -> None:
+    code = INTERRUPTED_IMPORT.format(name=name)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
 @pytest.mark.skipif(os.name != "posix", reason="pipes of POSIX")

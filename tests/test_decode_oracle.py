@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from scripted import Driven, HashModel, Model, Script, Told, ToldModel, answered
 
 MASK, EOS = 0, 1
 NEAR = 1e-5
-SETTINGS = range(400)
+SETTINGS = range(460)  # so many that every branch is visited often
 
 
 # --- random settings on scripted models -------------------------------------------------------------------------------
@@ -33,6 +34,14 @@ class Case:
     settings: DecodeConfig
     eos: tuple[int, ...]
     model: HashModel
+
+
+def ablation(rng: random.Random) -> dict[str, Any]:
+    """The paper's method in three cases of four, else one with its parts exchanged."""
+    if rng.random() < 0.75:
+        return {}
+    order, score = rng.choice(DecodeConfig.ORDERS), rng.choice(DecodeConfig.SCORES)
+    return {"slot_order": order, "slot_score": score, "recompute": rng.random() < 0.5}
 
 
 def drawn(seed: int, attempt: int = 0) -> Case:
@@ -51,6 +60,7 @@ def drawn(seed: int, attempt: int = 0) -> Case:
         top_p=rng.choice([1.0, 1.0, 0.9, 0.5]),
         seed=rng.randint(0, 10_000),
         ignore_eos=rng.random() < 0.1,
+        **ablation(rng),
     )
     eos = rng.choice([(EOS,), (EOS,), (EOS, 2), (7, EOS)])
     model = HashModel(
@@ -418,7 +428,7 @@ def test_cached_equals_recomputed_under_the_recorded_visibility(seed: int) -> No
         settings = DecodeConfig(
             max_new_tokens=rng.randint(5, 30), slot_size=size, block_size=size + rng.randint(0, 24),
             slot_threshold=rng.choice([0.1, 0.2, 0.4]), token_threshold=rng.choice([0.0, 0.02, 0.1, 0.3]),
-            ignore_eos=rng.random() < 0.5,
+            ignore_eos=rng.random() < 0.5, **ablation(rng),
         ).resolve()  # fmt: skip
         prompt = [rng.randint(2, 13) for _ in range(rng.randint(1, 8))]
         result = oracle.decode(partial(softmax, model), prompt, settings, MASK, (EOS,))

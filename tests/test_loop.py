@@ -7,7 +7,10 @@ import math
 import multiprocessing
 import os
 import random
+import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
@@ -17,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from refusion.config import UserError
 from refusion.models.checkpoint import load_model, read_config, save_folder
@@ -129,6 +133,21 @@ def test_metrics_have_their_keys(start: Path, tmp_path: Path) -> None:
     validations = [line for line in lines if "loss" not in line]
     assert [line["step"] for line in validations] == [6, 12, 18, 20]
     assert all({"step", "validation_loss_ar", "validation_loss_mdm"} == line.keys() for line in validations)
+
+
+def test_the_progress_shows_the_last_validation(start: Path, tmp_path: Path) -> None:
+    notes: dict[int, str] = {}
+    settings = {"training__log_every": "3", "validation__every": "6", "training__max_steps": "8"}
+    for method, names in (("refusion", ("ar", "mdm")), ("autoregressive", ("ar",))):
+        out = tmp_path / method
+        train(
+            recipe_of(start, objective__method=method, **settings), out,
+            progress=lambda done, total, note: notes.__setitem__(done, note),
+        )  # fmt: skip
+        assert list(notes) == [3, 6, 8] and "val" not in notes[3]
+        for line in (line for line in metrics(out) if "loss" not in line):
+            shown = "  ".join(f"val {name} {line[f'validation_loss_{name}']:.3f}" for name in names)
+            assert f"  {shown}  " in notes[line["step"]] and notes[line["step"]].count("val ") == len(names)
 
 
 def test_decoding_is_measured_when_the_recipe_asks_for_it(start: Path, tmp_path: Path) -> None:
@@ -374,23 +393,99 @@ def test_a_line_of_metrics_that_was_cut_short_is_forgotten(start: Path, tmp_path
     assert same_run(tmp_path / "whole", tmp_path / "cut")
 
 
-@pytest.mark.parametrize(("name", "fails"), [
-    ("last", "torch.save"), ("last", "refusion.models.checkpoint.save_file"), ("best", "refusion.models.checkpoint.save_file"),
-])  # fmt: skip
-def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(
-    start: Path, tmp_path: Path, name: str, fails: str, monkeypatch: pytest.MonkeyPatch
+GARBAGE = b"""not JSON
+[1]
+{"loss": 1.0}
+{"step": "3"}
+{"step": null}
+
+\xff\xfe
+"""
+
+
+def test_lines_of_metrics_that_cannot_be_read_are_dropped_and_counted(
+    start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    recipe, out = recipe_of(start, validation__decode_every="1"), tmp_path / "cut"
+    train(recipe, tmp_path / "whole")
+    train(recipe, out, decode=interrupt_at(8))
+    log = out / "metrics.jsonl"
+    first, rest = log.read_bytes().split(b"\n", 1)
+    log.write_bytes(GARBAGE + first + b"\n" + GARBAGE + b"[" * 100_000 + b"\n" + rest + b"\x00")
+    capsys.readouterr()
+    train(recipe, out, resume=True)
+    assert capsys.readouterr().err == f"note: {log}: 13 lines cannot be read and were dropped\n"
+    assert same_run(tmp_path / "whole", out)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n", GARBAGE, b"\x00" * 1000, b"[" * 100_000])
+def test_no_content_of_metrics_stops_a_resumed_run(start: Path, tmp_path: Path, content: bytes) -> None:
+    recipe, out = recipe_of(start, training__max_steps="2"), tmp_path / "run"
+    train(recipe, out)
+    (out / "metrics.jsonl").write_bytes(content)
+    (out / "recipe.json").write_text("[]")
+    assert train(recipe, out, resume=True).step == 2
+
+
+FULL = OSError(28, "No space left on device")
+WRITER = "[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0\nframe #0"
+FAILURES = [
+    ("last", "torch.save", FULL, "No space left"), ("last", "torch.save", RuntimeError(WRITER), "trainer.pt: .*unexpected pos"),
+    ("last", "refusion.models.checkpoint.save_file", FULL, "No space left"),
+    ("best", "refusion.models.checkpoint.save_file", FULL, "No space left"),
+    ("best", "refusion.models.checkpoint.save_file", SafetensorError("I/O error: No space\nleft"), "I/O error: No space left"),
+    ("last", "refusion.models.checkpoint._fsync", FULL, "No space left"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "fails", "error", "words"), FAILURES)
+def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(
+    start: Path, tmp_path: Path, name: str, fails: str, error: Exception, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*arguments: object, **named: object) -> None:
+        raise error
+
     out = tmp_path / "run"
-    run = train(recipe_of(start), out)
+    run = train(recipe_of(start, training__max_steps="2"), out)
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-    monkeypatch.setattr(fails, _no_space)
-    with pytest.raises(UserError, match="No space left"):
+    monkeypatch.setattr(fails, failing)
+    with pytest.raises(UserError, match=f"^{out / name}: cannot be written \\(.*{words}") as caught:
         run.save(name)
+    assert "\n" not in str(caught.value)
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+    assert not leftovers(out)
 
 
-def _no_space(*arguments: object, **named: object) -> None:
-    raise OSError(28, "No space left on device")
+LIMITED = """
+import resource, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
+from refusion.cli import main
+sys.exit(main({command}))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits of Linux")
+@pytest.mark.parametrize("file", ["model.safetensors", "trainer.pt", "metrics.jsonl"])
+def test_a_real_refusal_to_write_is_one_line_and_leaves_the_old_checkpoint(
+    start: Path, tmp_path: Path, file: str
+) -> None:
+    """The system refuses all bytes of a file beyond a limit, as a full disk does."""
+    out = tmp_path / "run"
+    train(recipe_of(start, training__max_steps="2"), out)
+    before = {path: path.read_bytes() for path in (out / "last").iterdir()}
+    limit = {"trainer.pt": 100_000, "model.safetensors": 10_000, "metrics.jsonl": 100}[file]
+    settings = {**FAST, "model.start": json.dumps(str(start)), "training.max_steps": "4"}
+    words = [word for key, value in settings.items() for word in (f"--{key}", value)]
+    command = ["train", str(TINY), "--device", "cpu", "--out", str(out), "--resume", *words]
+    code = LIMITED.format(limit=limit, command=command)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2, done.stderr
+    *notes, complaint = done.stderr.splitlines()
+    assert all(note.startswith("note: ") for note in notes)
+    assert complaint.startswith(f"error: {out}") and "File too large" in complaint
+    assert {path: path.read_bytes() for path in (out / "last").iterdir()} == before
+    assert not leftovers(out)
 
 
 # --- refusals
@@ -432,6 +527,15 @@ def test_a_checkpoint_that_does_not_fit_the_recipe(start: Path, tmp_path: Path) 
     assert "does not fit the recipe: model.hidden_size is 32 there and 64 in the recipe" in text
     text = refusal(load(TINY, {**FAST, "training.optimizer": "adamw"}), out, resume=True)
     assert "trainer.pt" in text and "does not fit the recipe" in text
+    for content, words in (
+        ([1, 2], "it holds a list"), ({}, "its 'model' is missing"), ({"model": {}}, "its 'optimizers' is missing"),
+        ({**state(out), "step": "2"}, "its 'step' is of a wrong kind"), ({**state(out), "model": {}}, "Missing key"),
+        ({**state(out), "optimizers": []}, "zip"), ({**state(out), "model": {"x": 1}}, "Missing key"),
+    ):  # fmt: skip
+        torch.save(content, out / "last" / "trainer.pt")
+        text = refusal(load(TINY, FAST), out, resume=True)
+        assert f"{out / 'last' / 'trainer.pt'} is broken or does not fit the recipe: " in text
+        assert words in text
     (out / "last" / "trainer.pt").write_bytes(b"broken")
     assert "trainer.pt is broken" in refusal(load(TINY, FAST), out, resume=True)
     (out / "last" / "trainer.pt").unlink()
@@ -441,6 +545,50 @@ def test_a_checkpoint_that_does_not_fit_the_recipe(start: Path, tmp_path: Path) 
 def test_data_smaller_than_a_batch(start: Path, tmp_path: Path) -> None:
     text = refusal(recipe_of(start, training__batch_size="71"), tmp_path / "run")
     assert "training.batch_size (71) is larger than the data (70 rows)" in text
+
+
+def short_of(start: Path, folder: Path, context: int) -> str:
+    """The model to start from, with another length of context."""
+    shutil.copytree(start, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": context}))
+    return str(folder)
+
+
+def test_rows_longer_than_the_context_are_dropped_and_counted(
+    start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lengths = sorted(Run(recipe_of(start), tmp_path / "whole").batches.store.lengths.tolist())
+    context = lengths[40]
+    recipe = recipe_of(short_of(start, tmp_path / "short", context), training__max_steps="2")
+    run = train(recipe, tmp_path / "run")
+    dropped = sum(length > context for length in lengths)
+    assert run.dropped == dropped > 0 and len(run.batches.store) == 70 - dropped
+    assert run.batches.store.lengths.tolist() == [n for n in _in_order(start, tmp_path) if n <= context]
+    assert f"note: {dropped} rows are longer than the context and were dropped\n" in capsys.readouterr().err
+    assert all(batch.tokens.shape[1] <= context for batch in run.validation)
+    text = refusal(recipe_of(tmp_path / "short", training__batch_size="70"), tmp_path / "large")
+    assert f"larger than the data ({70 - dropped} rows, {dropped} more are longer than the context)" in text
+
+
+def _in_order(start: Path, tmp_path: Path) -> list[int]:
+    lengths: list[int] = Run(recipe_of(start), tmp_path / "again").batches.store.lengths.tolist()
+    return lengths
+
+
+def test_a_context_that_no_row_fits_is_named(start: Path, tmp_path: Path) -> None:
+    text = refusal(recipe_of(short_of(start, tmp_path / "short", 4)), tmp_path / "run")
+    assert "every row of the suite's train split is longer than the model's context of 4 tokens" in text
+
+
+def test_an_end_of_sequence_outside_the_vocabulary_is_named(start: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(start, tmp_path / "model"))
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps({k: v for k, v in settings.items() if k != "eos_token"}))
+    for name in ("config.json", "generation_config.json"):
+        (folder / name).write_text(json.dumps({**json.loads((folder / name).read_text()), "eos_token_id": 10**12}))
+    assert f"{folder}: end-of-sequence id {10**12} is outside" in refusal(recipe_of(folder), tmp_path / "run")
 
 
 def test_no_such_model_to_start_from(tmp_path: Path) -> None:

@@ -37,6 +37,14 @@ def test_importing_does_not_import_torch() -> None:
     assert done.stdout.split() == []
 
 
+def test_the_command_starts_where_an_interrupt_is_answered() -> None:
+    """`refusion.__main__` imports nothing that takes time before it can answer Ctrl-C."""
+    assert PROJECT["project"]["scripts"] == {"refusion": "refusion.__main__:run"}
+    code = "import sys, refusion.__main__; print(*{'cyclopts', 'rich', 'refusion.cli'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == []
+
+
 def test_types_are_shipped() -> None:
     assert (Path(refusion.__file__).parent / "py.typed").exists()
 

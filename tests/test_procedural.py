@@ -52,15 +52,15 @@ def tokenizer() -> Tokenizer:
 
 
 def test_families_come_in_the_shares_that_are_asked_for(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    even = suite.rows(tokenizer, "train", 4, 0, tmp_path)
+    even = suite.rows(tokenizer, "train", 4, 0, 512, tmp_path)[0]
     assert len(even) == 4 * len(FAMILIES)
-    weighted = suite.rows(tokenizer, "train", 4, 0, tmp_path, [0.5, 0, 2, 1, 0, 0, 0])
+    weighted = suite.rows(tokenizer, "train", 4, 0, 512, tmp_path, [0.5, 0, 2, 1, 0, 0, 0])[0]
     prompts = [tokenizer.decode(weighted.pair(i)[0].tolist()) for i in range(len(weighted))]
     assert [sum(start in p for p in prompts) for start in ("Write as JSON", "Write f(", "Solve")] == [4, 0, 0]
     assert sum("First" in p for p in prompts) == 8 and len(prompts) == 14
     for wrong in ([1.0], [0] * len(FAMILIES)):
         with pytest.raises(UserError, match=f"family_weights must have {len(FAMILIES)} entries"):
-            suite.rows(tokenizer, "train", 4, 0, tmp_path, wrong)
+            suite.rows(tokenizer, "train", 4, 0, 512, tmp_path, wrong)
 
 
 # --- streams and splits

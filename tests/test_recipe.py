@@ -11,6 +11,7 @@ import pytest
 from refusion.config import UserError
 from refusion.methods.autoregressive import AutoregressiveObjective
 from refusion.methods.base import TokenIds
+from refusion.methods.block import BlockObjective
 from refusion.methods.refusion.corrupt import ReFusionObjective
 from refusion.training.loop import make_objective
 from refusion.training.recipe import ModelRecipe, Recipe, load
@@ -41,7 +42,8 @@ def test_recipes_that_come_with_the_project_load(path: Path) -> None:
     recipe = load(path)
     assert recipe.name == path.stem
     made = make_objective(recipe.objective, TokenIds(3, (2,)))
-    assert isinstance(made, ReFusionObjective if recipe.objective.method == "refusion" else AutoregressiveObjective)
+    kinds = {"refusion": ReFusionObjective, "autoregressive": AutoregressiveObjective, "bd3lm": BlockObjective}
+    assert isinstance(made, kinds[recipe.objective.method])
 
 
 def test_the_least_recipe_has_the_papers_objective(tmp_path: Path) -> None:
@@ -143,7 +145,7 @@ def test_every_wrongly_typed_value_is_named(section: str, key: str, value: str, 
 
 
 @pytest.mark.parametrize(("key", "value", "message"), [
-    ("objective.method", "refuson", "must be one of refusion, autoregressive, got 'refuson'; did you mean 'refusion'?"),
+    ("objective.method", "refuson", "must be one of refusion, autoregressive, bd3lm, got 'refuson'; did you mean 'refusion'?"),
     ("objective.corruption", "bernouli", "did you mean 'bernoulli'?"),
     ("objective.normalisation", "target", "did you mean 'targets'?"),
     ("training.optimizer", "adam", "did you mean 'adamw'?"),
@@ -187,6 +189,36 @@ def test_every_wrongly_typed_value_is_named(section: str, key: str, value: str, 
 def test_values_out_of_range_are_named(key: str, value: str, message: str, tmp_path: Path) -> None:
     text = complaint(write(tmp_path, LEAST), **{key.replace(".", "__"): value})
     assert message in text and key.split(".")[1] in text
+
+
+@pytest.mark.parametrize(("section", "key"), KEYS, ids=".".join)
+@pytest.mark.parametrize("value", ["1" + "0" * 30, "0x" + "f" * 5000, "1e300", "[1e300]", "[1" + "0" * 400 + "]"])
+def test_every_absurdly_large_number_is_named(section: str, key: str, value: str, tmp_path: Path) -> None:
+    hint = str(get_type_hints(SECTIONS[section])[key])
+    text = complaint(write(tmp_path, LEAST), **{f"{section}__{key}": value})
+    assert f"{section}.{key} must" in text
+    kind = "float" if "e" in value else "int"
+    if ("tuple" in hint) == value.startswith("[") and (kind in hint or "float" in hint) and "x" not in value:
+        assert f"{section}.{key} must be at most " in text or "between 0 and 1" in text
+
+
+@pytest.mark.parametrize(("key", "most"), [
+    ("training.max_steps", 10**9), ("data.rows_per_family", 10**8), ("training.batch_size", 10**6),
+    ("model.hidden_size", 2**20), ("training.seed", 2**63 - 1), ("validation.rows", 10**7), ("training.threads", 1024),
+    ("training.lr", 1e9),
+])  # fmt: skip
+def test_limits_are_named_and_can_be_reached(key: str, most: float, tmp_path: Path) -> None:
+    file = write(tmp_path, LEAST)
+    load(file, {key: str(most)})
+    assert f"{key} must be at most {10**9 if most == 1e9 else most:,}, got" in complaint(file, **{key: str(most * 2)})
+
+
+def test_numbers_and_tables_that_toml_cannot_hold(tmp_path: Path) -> None:
+    digits = "1" * 5000
+    assert "my.toml:" in complaint(write(tmp_path, LEAST + f"batch_size = {digits}\n"))
+    assert "training.batch_size must be a whole number" in complaint(write(tmp_path, LEAST), training__batch_size=digits)
+    assert "my.toml:" in complaint(write(tmp_path, f"a = {'[' * 100_000}\n"))
+    assert "training.batch_size must" in complaint(write(tmp_path, LEAST), training__batch_size="[" * 100_000)
 
 
 # --- files

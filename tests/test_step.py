@@ -165,7 +165,7 @@ def test_the_order_of_rows_and_padding_change_nothing(name: str) -> None:
 
     padded = Batch(
         wider(batch.tokens, -1), wider(batch.positions, 77), wider(batch.targets, -1), wider(batch.losses, 1),
-        wider(batch.weights, 5.0), batch.counts, wider(batch.segments, 0), wider(batch.prefixes, 0),
+        wider(batch.weights, 5.0), batch.counts, wider(batch.segments, -1), wider(batch.prefixes, 0), batch.bidirectional,
     )  # fmt: skip
     assert accumulate(model, [padded], losses) == pytest.approx(whole, rel=1e-6)
     compare(gradients(model), expected)

@@ -51,6 +51,11 @@ class KeyValueCache:
         self.length += count
         self._rows = 0
 
+    def truncate(self, length: int) -> None:
+        """Forget the columns from `length` on."""
+        assert 0 <= length <= self.length
+        self.length, self._rows = length, 0
+
     def reserve(self, rows: int) -> None:
         """Announce a forward of `rows` rows; doubles the capacity if they do not fit."""
         self._rows = rows

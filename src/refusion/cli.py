@@ -1,4 +1,4 @@
-"""The command `refusion`: generate, eval, train, info, examples.
+"""The command `refusion`: generate, eval, bench, train, info, examples.
 
 Contract: `main(argv)` returns an exit code and never shows a traceback for what the user can put right: one line on
 stderr and 2. Answers go to stdout, everything else to stderr. Commands import what they need when they run: help must
@@ -12,16 +12,16 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import field, fields, make_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO, get_type_hints
 
-from cyclopts import App, CycloptsError, Group, Parameter, UnknownOptionError, UnusedCliTokensError
+from cyclopts import App, CycloptsError, Group, Parameter, Token, UnknownOptionError, UnusedCliTokensError
 
 from refusion import __version__
-from refusion.config import AutoregressiveConfig, DecodeConfig, UserError, nearest
+from refusion.config import CONFIGS, AutoregressiveConfig, DecodeConfig, GenerationConfig, UserError, nearest
 from refusion.progress import bar
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from refusion.training.loop import Decode
 
 USAGE, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+MOST_EXAMPLES, MOST_THREADS = 1_000_000, 1024  # many more take all memory
 
 OVERVIEW = """Write text with slot-parallel diffusion language models, measure, train.
 
@@ -60,6 +61,20 @@ def _switch(group: Group, help: str) -> Parameter:
     return Parameter(group=group, help=help, show_default=False)
 
 
+def _whole(_: Any, tokens: Sequence[Token]) -> int:
+    """The number of a flag that counts something. The library's own reading of it rounds 4.5 to 4."""
+    text = tokens[-1].value
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"must be a whole number, got {text!r:.40}") from None
+
+
+def _number(group: Group, help: str) -> Parameter:
+    """A flag that takes a whole number."""
+    return Parameter(group=group, help=help, converter=_whole)
+
+
 SETTINGS_HELP = {
     "max_new_tokens": "Most tokens to write. Higher: room for longer answers, more memory.",
     "temperature": "0 takes the likeliest token. Higher: more varied, more often wrong; 1 draws as the model would.",
@@ -77,19 +92,29 @@ SETTINGS_HELP = {
     "faster, riskier. Higher: surer and slower.",
     "token_threshold": "Accept drafted tokens that are verified as likelier than this (0 to 1). Lower: faster, "
     "riskier. Higher: surer and slower.",
+    "slot_order": "confidence (the paper) writes any slots that are sure; left_to_right, an ablation, none before its time.",
+    "slot_score": "What counts as a slot's sureness: its first draft (the paper), or, an ablation, the mean of all.",
+    "recompute": "An ablation: compute slots that were finished side by side once more. Slower.",
+    "block_steps": "bd3lm: most forwards per block, each writes an equal share of it. Lower: faster, riskier. 0 = one "
+    "for each token.",
+    "confidence_threshold": "bd3lm: also write every token that is likelier than this (0 to 1). Lower: more tokens per "
+    "forward, riskier. Higher: surer and slower. 1 = off.",
 }
 
 
 def _settings_flags() -> type:
-    """`DecodeConfig` as flags: the same names and types, unset unless given, and without its checks."""
-    hints, own = get_type_hints(DecodeConfig), {f.name for f in fields(AutoregressiveConfig)}
-    entries: list[tuple[str, Any, Any]] = []
-    for f in fields(DecodeConfig):
-        default = DecodeConfig.DEFAULTS[f.name]
-        shown = "" if isinstance(default, tuple | bool) else f" Default: the model's own, else {default}."
-        parameter = Parameter(help=SETTINGS_HELP[f.name] + shown, group=WRITING if f.name in own else SLOTS)
-        entries.append((f.name, Annotated[hints[f.name], parameter], field(default=None)))
-    return make_dataclass("Settings", entries, namespace={"__module__": __name__}, kw_only=True, frozen=True)
+    """The settings of all methods as flags: the same names and types, unset unless given, and without their checks."""
+    own = {f.name for f in fields(GenerationConfig)}
+    entries: dict[str, tuple[str, Any, Any]] = {}
+    for config in CONFIGS.values():
+        hints = get_type_hints(config)
+        for f in fields(config):
+            default = config.DEFAULTS[f.name]
+            shown = "" if isinstance(default, tuple | bool) else f" Default: the model's own, else {default}."
+            kind = _number if hints[f.name] == int | None else Parameter
+            parameter = kind(help=SETTINGS_HELP[f.name] + shown, group=WRITING if f.name in own else SLOTS)
+            entries.setdefault(f.name, (f.name, Annotated[hints[f.name], parameter], field(default=None)))
+    return make_dataclass("Settings", entries.values(), namespace={"__module__": __name__}, kw_only=True, frozen=True)
 
 
 if TYPE_CHECKING:
@@ -97,7 +122,10 @@ if TYPE_CHECKING:
 else:
     Settings = _settings_flags()
 
-Method = Literal["refusion", "autoregressive"]
+if TYPE_CHECKING:
+    Method = str
+else:
+    Method = Literal[tuple(CONFIGS)]
 SettingsFlags = Annotated[Settings, Parameter(name="*")]
 UNSET = Settings()
 ModelFlag = Annotated[
@@ -106,7 +134,7 @@ ModelFlag = Annotated[
 MethodFlag = Annotated[
     Method | None,
     Parameter(group=INPUT, help="refusion writes slots in any order, autoregressive token by token, with the same "
-              "weights. Default: refusion, unless the model was not trained for it."),
+              "weights; bd3lm block by block, with weights of its own. Default: what the model was trained for."),
 ]  # fmt: skip
 RawFlag = Annotated[bool, _switch(INPUT, "Continue the prompt as it stands, without the chat template.")]
 DeviceFlag = Annotated[
@@ -119,9 +147,10 @@ DtypeFlag = Annotated[
 ]  # fmt: skip
 ThreadsFlag = Annotated[
     int | None,
-    Parameter(group=INPUT, help="CPU threads. Default: torch's choice, one for each core. Small models are often "
-              "fastest with 1 or 2."),
-]  # fmt: skip
+    _number(
+        INPUT, "CPU threads. Default: torch's choice, one for each core. Small models are often fastest with 1 or 2."
+    ),
+]
 LiveFlag = Annotated[bool, _switch(OUTPUT, "Show the slots filling while the answer is written (on stderr).")]
 LiveDelayFlag = Annotated[
     float | None,
@@ -136,9 +165,13 @@ TraceFlag = Annotated[
     Path | None, Parameter(group=OUTPUT, help="Write every step to this file, one JSON object a line.")
 ]
 LimitFlag = Annotated[
+    int,
+    _number(RUN, "Take the first N tasks of each family. Higher: surer figures, longer wait; to report, 100 or more."),
+]
+EvalLimitFlag = Annotated[
     int | None,
-    Parameter(group=RUN, help="Take the first N tasks of each family (default: 20), or N items of a benchmark (default: all). "
-              "Higher: surer figures, longer wait; to report, 100 or more."),
+    _number(RUN, "Take the first N tasks of each family (default: 20), or N items of a benchmark (default: all). Higher: surer "
+            "figures, longer wait; to report, 100 or more."),
 ]  # fmt: skip
 TASK_HELP = "A published benchmark: gsm8k, math, humaneval, mbpp, arc-c, mmlu-pro, gpqa, bbh, aqua. Needs --data."
 PRESET_HELP = "default: the model's own settings, answers of up to 512 tokens. paper: the paper's settings for the task. Flags win."
@@ -178,7 +211,7 @@ def generate(
     For example:
       refusion generate --live "List: 84 48 26 51. First reverse, then keep those over 50."
     """
-    given = _decode_config(settings)
+    given = _given(settings)
     if compare and json:
         raise UserError("--compare cannot be used with --json")
     delay = _delay(live, live_delay)
@@ -247,9 +280,9 @@ def _compare(model: Model, prompt: str, config: Config, raw: bool, result: Resul
     """Figures of `result`, and those of the same weights token by token."""
     shared = {f.name: getattr(config, f.name) for f in fields(AutoregressiveConfig)}
     other = model.generate(prompt, AutoregressiveConfig(**shared), raw)
-    slots = isinstance(config, DecodeConfig)
-    print(f"{'slots:' if slots else 'token by token:':<16}{figures(result)}", file=sys.stderr)
-    if not slots:
+    titles = {"refusion": "slots:", "autoregressive": "token by token:"}
+    print(f"{titles.get(config.method, config.method + ':'):<16}{figures(result)}", file=sys.stderr)
+    if config.method == "autoregressive":
         _warn("--compare is ignored: this answer was written token by token already")
         return
     print(f"{'token by token:':<16}{figures(other)}", file=sys.stderr)
@@ -259,12 +292,14 @@ def _compare(model: Model, prompt: str, config: Config, raw: bool, result: Resul
 
 def _write_trace(file: TextIO, model: str, prompt: str, result: Result) -> None:
     """The request, every event, and the result; each line says under "event" what it is."""
-    file.truncate(0)
     whole = result.to_dict(events=True)
     header = {"model": model, "prompt": prompt, "prompt_ids": whole.pop("prompt_ids"), "settings": whole["settings"]}
     lines = [{"event": "request", **header}, *whole.pop("events"), {"event": "result", **whole}]
-    for line in lines:
-        file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    with _writing(file.name):
+        with suppress(OSError):  # a pipe or a device holds nothing to empty
+            file.truncate(0)
+        for line in lines:
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
 # --- eval
@@ -276,7 +311,7 @@ def evaluate(
     model: ModelFlag = "nano",
     suite: Annotated[str, Parameter(group=RUN, help="The set of tasks. There is one: nano.")] = "nano",
     split: Annotated[str, Parameter(group=RUN, help="test, validation or hard (larger numbers, ...).")] = "test",
-    limit: LimitFlag = None,
+    limit: EvalLimitFlag = None,
     method: MethodFlag = None,
     device: DeviceFlag = None,
     dtype: DtypeFlag = None,
@@ -297,7 +332,7 @@ def evaluate(
       refusion eval --model nano --split test --limit 100
       refusion eval --task gsm8k --data gsm8k/test.jsonl --limit 100 --resume
     """
-    given = _decode_config(settings)
+    given = _given(settings)
     if task is not None:
         from refusion.evaluation import benchmark
 
@@ -345,10 +380,52 @@ def _table(report: dict[str, Any]) -> Iterator[str]:
     yield "settings: " + _assignments(report["settings"])
 
 
-# --- train
+# --- bench
 
 
 @app.command(sort_key=3)
+def bench(
+    *,
+    model: Annotated[list[str], Parameter(group=INPUT, help="Models to compare; give it several times for several.")] = ["nano"],  # noqa: B006
+    methods: Annotated[
+        str, Parameter(group=INPUT, help="Methods, with commas between. Token by token is always measured beside them.")
+    ] = "refusion,autoregressive",
+    device: DeviceFlag = None,
+    dtype: DtypeFlag = None,
+    threads: ThreadsFlag = None,
+    suite: Annotated[str, Parameter(group=RUN, help="The tasks: nano.")] = "nano",
+    split: Annotated[str, Parameter(group=RUN, help="train, validation, test or hard.")] = "test",
+    limit: LimitFlag = 10,
+    repeats: Annotated[int, _number(RUN, "Times that every prompt is answered. Higher: surer times.")] = 3,
+    batch_sizes: Annotated[str, Parameter(group=RUN, help="Prompts answered at once, with commas between. Only 1 yet.")] = "1",
+    json: Annotated[bool, _switch(RUN, "Print one JSON object instead of a Markdown table.")] = False,
+    settings: SettingsFlags = UNSET,
+) -> None:
+    """Compare methods and models: speed, accuracy, memory, on the same prompts.
+
+    Contestants take turns on every prompt, so a machine that slows down favours
+    none. Let nothing else run meanwhile. Settings count for the methods that
+    know them; the others take the model's own.
+    For example:
+      refusion bench --model nano --methods refusion,autoregressive --limit 10
+    """
+    given = _given(settings)
+    if batch_sizes.replace(" ", "") != "1":
+        raise UserError(f"--batch-sizes must be 1, got {batch_sizes!r}: prompts are answered one after another yet")
+    from refusion.evaluation import bench as benchmark
+
+    loaded = [_load(name, device, dtype, threads) for name in dict.fromkeys(model)]
+    wanted = [name.strip() for name in methods.split(",") if name.strip()]
+    entries = benchmark.contestants(loaded, wanted, [given])
+    with bar("answers") as progress:
+        report = benchmark.run(entries, suite=suite, split=split, limit=limit, repeats=repeats, progress=progress)
+    print(globals()["json"].dumps(report) if json else benchmark.markdown(report))
+
+
+# --- train
+
+
+@app.command(sort_key=4)
 def train(
     recipe: Annotated[Path, Parameter(group=RUN, help="A TOML file, such as recipes/nano.toml.")],
     /,
@@ -431,10 +508,48 @@ def _validation(method: str) -> Decode:
     return decode
 
 
-# --- info
+# --- reproduce
 
 
 @app.command(sort_key=4)
+def reproduce(
+    plan: Annotated[Path, Parameter(group=RUN, help="A TOML file, such as recipes/reproduce/nano.toml.")],
+    /,
+    *,
+    out: Annotated[Path | None, Parameter(group=RUN, help="Folder of all results. Default: runs/reproduce-NAME.")] = None,
+    max_steps: Annotated[
+        int | None, _number(RUN, "Train each method for fewer steps, to see that everything works.")
+    ] = None,
+    device: Annotated[str | None, Parameter(group=RUN, help="cpu, cuda, ... Default: cuda if there is one.")] = None,
+) -> int:
+    """Repeat the paper's controlled comparison, and write the report.
+
+    Every method continues from one autoregressive base on the same rows; settings
+    are searched on the validation split and measured on the test split. Stopped
+    by Ctrl-C, the same command goes on where it was.
+    For example:
+      refusion reproduce recipes/reproduce/nano.toml
+    """
+    import torch
+
+    from refusion import reproduce as comparison
+
+    loaded = comparison.load_plan(plan)
+    if max_steps is not None:
+        loaded = comparison.shortened(loaded, max_steps)
+    folder = out or Path("runs") / f"reproduce-{loaded.name}"
+    table = comparison.run(loaded, folder, device=_train_device(device, torch), progress=bar)
+    if table is None:
+        print("stopped and saved; the same command goes on from here", file=sys.stderr)
+        return INTERRUPTED
+    print(folder / "report" / "report.md")
+    return 0
+
+
+# --- info
+
+
+@app.command(sort_key=5)
 def info(
     model: Annotated[str, Parameter(group=RUN, help="A model of the package, a model folder, or a hub id.")] = "nano",
     *,
@@ -455,20 +570,22 @@ def info(
 
 
 def _describe(name: str) -> dict[str, Any]:
+    from refusion.generate import check_defaults
     from refusion.models.checkpoint import read_config, resolve_folder
     from refusion.models.tokenizer import Tokenizer
 
     folder = resolve_folder(name)
     config, tokenizer = read_config(folder), Tokenizer.from_folder(folder)
-    slots = config.mask_token_id is not None and config.defaults.get("method") != "autoregressive"
-    wanted = DecodeConfig() if slots else AutoregressiveConfig()
+    check_defaults(config, folder)
+    method = str(config.defaults.get("method", "refusion")) if config.mask_token_id is not None else "autoregressive"
+    wanted = CONFIGS[method]()
     shape = config.model
     return {
         "model": name, "folder": str(folder), "architecture": config.architecture, "parameters": config.parameters,
         "layers": shape.num_hidden_layers, "hidden_size": shape.hidden_size, "vocabulary": shape.vocab_size,
         "context": shape.max_position_embeddings, "mask_token_id": config.mask_token_id,
         "mask_token": tokenizer.mask_token, "eos_token_ids": list(config.eos_token_ids),
-        "chat_template": tokenizer.has_chat_template, "method": "refusion" if slots else "autoregressive",
+        "chat_template": tokenizer.has_chat_template, "method": method,
         "defaults": wanted.resolve(config.defaults).to_dict(), **_card(folder / "README.md"),
     }  # fmt: skip
 
@@ -496,12 +613,12 @@ def _readable(value: Any) -> str:
 # --- examples
 
 
-@app.command(sort_key=5)
+@app.command(sort_key=6)
 def examples(
     *,
     family: Annotated[str | None, Parameter(group=RUN, help="Only this family of tasks. Default: all of them.")] = None,
-    count: Annotated[int, Parameter(group=RUN, help="Prompts of each family.")] = 1,
-    seed: Annotated[int, Parameter(group=RUN, help="Another seed, other prompts.")] = 0,
+    count: Annotated[int, _number(RUN, "Prompts of each family.")] = 1,
+    seed: Annotated[int, _number(RUN, "Another seed, other prompts.")] = 0,
     json: Annotated[bool, _switch(RUN, "Print a JSON list of {family, prompt, answer}.")] = False,
 ) -> None:
     """Print prompts that the nano model knows, with their answers.
@@ -512,8 +629,8 @@ def examples(
     """
     from refusion.evaluation.procedural import FAMILIES, take
 
-    if count < 1:
-        raise UserError(f"--count must be at least 1, got {count}")
+    if not 1 <= count <= MOST_EXAMPLES:
+        raise UserError(f"--count must be between 1 and {MOST_EXAMPLES:,}, got {count!s:.40}")
     items = [item for name in ([family] if family else FAMILIES) for item in take(name, "validation", count, seed)]
     if json:
         rows = [{"family": i.family, "prompt": i.prompt, "answer": i.answer} for i in items]
@@ -526,32 +643,31 @@ def examples(
 # --- shared
 
 
-def _decode_config(settings: DecodeConfig) -> DecodeConfig:
+def _given(settings: Any) -> dict[str, Any]:
     """The flags that were given, checked. Raises `UserError` naming the setting."""
-    return DecodeConfig(**{f.name: getattr(settings, f.name) for f in fields(DecodeConfig)})
+    given = {f.name: getattr(settings, f.name) for f in fields(settings) if getattr(settings, f.name) is not None}
+    for config in CONFIGS.values():
+        config(**{f.name: given[f.name] for f in fields(config) if f.name in given})
+    return given
 
 
-def _config(given: DecodeConfig, method: str | None, model: Model) -> Config:
+def _config(given: dict[str, Any], method: str | None, model: Model) -> Config:
     """The settings in the shape that the method takes; says which of them it ignores."""
-    if method is None:
-        method = "refusion" if isinstance(model.settings(), DecodeConfig) else "autoregressive"
-    config: Config = given
-    if method == "autoregressive":
-        shared = {f.name for f in fields(AutoregressiveConfig)}
-        for f in fields(DecodeConfig):
-            if f.name not in shared and getattr(given, f.name) is not None:
-                _warn(f"{_flag(f.name)} is ignored: {model.name} writes token by token here")
-        config = AutoregressiveConfig(**{name: getattr(given, name) for name in shared})
+    kind = CONFIGS[method or model.method]
+    own = {f.name for f in fields(kind)}
+    for name in sorted(given.keys() - own):
+        _warn(f"{_flag(name)} is ignored: {model.name} writes by the method {kind.method} here")
+    config = kind(**{name: value for name, value in given.items() if name in own})
     if model.settings(config).temperature == 0:
         for name in ("top_k", "top_p"):
-            if getattr(given, name) is not None:
+            if name in given:
                 _warn(f"{_flag(name)} is ignored at temperature 0")
     return config
 
 
 def _load(name: str, device: str | None, dtype: str | None, threads: int | None) -> Model:
-    if threads is not None and threads < 1:
-        raise UserError(f"--threads must be at least 1, got {threads}")
+    if threads is not None and not 1 <= threads <= MOST_THREADS:
+        raise UserError(f"--threads must be between 1 and {MOST_THREADS:,}, got {threads!s:.40}")
     import torch
 
     from refusion.generate import load
@@ -576,12 +692,21 @@ def _opened(trace: Path | None) -> Iterator[TextIO | None]:
     if trace is None:
         yield None
         return
-    try:
+    with _writing(trace):
         file = trace.open("a", encoding="utf-8")  # emptied when there is something to write
+    try:
+        yield file
+    finally:
+        with _writing(trace):
+            file.close()
+
+
+@contextmanager
+def _writing(trace: Path | str) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise UserError(f"--trace {trace}: cannot be written ({error.strerror})") from None
-    with file:
-        yield file
 
 
 def _assignments(settings: dict[str, Any]) -> str:
@@ -616,11 +741,42 @@ def _parsed(tokens: list[str]) -> Callable[[], Any]:
     return lambda: command(*bound.args, **bound.kwargs)
 
 
-def main(argv: Iterable[str] | None = None) -> int:
-    """Run the command line (default: this process's arguments) and return its exit code."""
+def _open_streams() -> None:
+    """A standard stream that came closed (`>&-`) is empty, or takes everything; and no file gets its number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 (open as long as the process)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # an answer may hold what an old terminal cannot show
+
+
+def _let_go() -> None:
+    """Flush. A stream that takes nothing any more now leads nowhere, or Python would complain of it when it exits."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            with suppress(OSError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _complain(text: str, code: int) -> int:
+    """Say what is wrong, if anybody listens."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+    return code
+
+
+def _no_memory(error: BaseException) -> bool:
+    """torch has an error of its own for accelerators, and none for the memory of a CPU."""
+    words = str(error).lower()
+    return isinstance(error, MemoryError) or "out of memory" in words or "can't allocate memory" in words
+
+
+def main(argv: Iterable[str] | None = None) -> int:
+    """Run the command line (default: this process's arguments) and return its exit code."""
+    _open_streams()
     tokens = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _parsed(tokens)()
@@ -629,14 +785,16 @@ def main(argv: Iterable[str] | None = None) -> int:
     except (UserError, CycloptsError) as error:
         unquoted = isinstance(error, UnusedCliTokensError) and tokens[:1] == ["generate"]
         hint = " (a prompt of several words needs quotes)" if unquoted else ""
-        print(f"error: {_one_line(error)}{hint}", file=sys.stderr)
-        return USAGE
+        return _complain(f"error: {_one_line(error)}{hint}", USAGE)
+    except BrokenPipeError:  # the reader has gone: nobody is left to be told
+        return BROKEN_PIPE
     except OSError as error:
-        if isinstance(error, BrokenPipeError):  # the reader has gone: nobody is left to be told
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return BROKEN_PIPE
-        print(f"error: {_one_line(error)}", file=sys.stderr)
-        return USAGE
+        return _complain(f"error: {_one_line(error)}", USAGE)
+    except (MemoryError, RuntimeError) as error:
+        if not _no_memory(error):
+            raise
+        return _complain(f"error: out of memory ({_one_line(error)[:100]})", USAGE)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return _complain("interrupted", INTERRUPTED)
+    finally:
+        _let_go()

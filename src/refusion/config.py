@@ -13,6 +13,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar, TypeVar
 
+# What no model comes near. Up to here sizes can be multiplied and weights be counted; above, the arithmetic of torch
+# overflows, or a mistyped number fills the memory.
+LARGEST_SHAPE: Mapping[str, int] = {
+    "vocab_size": 2**24, "hidden_size": 2**20, "intermediate_size": 2**22, "num_hidden_layers": 10_000,
+    "num_attention_heads": 2**14, "num_key_value_heads": 2**14, "head_dim": 2**14, "max_position_embeddings": 2**31,
+}  # fmt: skip
+
 
 class UserError(ValueError):
     """Something that the user can put right. Its text is one line and names the setting or the file."""
@@ -59,6 +66,8 @@ class GenerationConfig:
     stop: tuple[str, ...] | None = None
     ignore_eos: bool | None = None
 
+    method: ClassVar[str] = ""  # name of the method that takes these settings
+
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
         "max_new_tokens": 128, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0, "stop": (), "ignore_eos": False,
     }  # fmt: skip
@@ -71,8 +80,7 @@ class GenerationConfig:
         self._at_least("top_k", 0, int)
         self._at_least("seed", 0, int)
         self._within("top_p", 0, 1)
-        if self.ignore_eos is not None and not isinstance(self.ignore_eos, bool):
-            raise UserError(f"ignore_eos must be true or false, got {self.ignore_eos!r:.40}")
+        self._true_or_false("ignore_eos")
         if self.top_p == 0:
             raise UserError("top_p must be greater than 0, got 0")
 
@@ -93,6 +101,16 @@ class GenerationConfig:
         value = self._number(name, kind)
         if value is not None and value < least:
             raise UserError(f"{name} must be at least {least}, got {value!s:.40}")
+
+    def _true_or_false(self, name: str) -> None:
+        value = getattr(self, name)
+        if value is not None and not isinstance(value, bool):
+            raise UserError(f"{name} must be true or false, got {value!r:.40}")
+
+    def _one_of(self, name: str, choices: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        if value is not None and value not in choices:
+            raise UserError(f"{name} must be one of {', '.join(choices)}, got {value!r:.40}{nearest(str(value), choices)}")
 
     def _within(self, name: str, low: float, high: float) -> None:
         value = self._number(name, float)
@@ -123,6 +141,8 @@ class GenerationConfig:
 class AutoregressiveConfig(GenerationConfig):
     """Token by token, left to right."""
 
+    method: ClassVar[str] = "autoregressive"
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig(GenerationConfig):
@@ -133,15 +153,29 @@ class DecodeConfig(GenerationConfig):
         block_size: b >= k, tokens per serial block; a block holds floor(b / k) slots.
         slot_threshold: choose slots whose first drafted token is likelier than this, 0 to 1.
         token_threshold: accept drafted tokens that are verified as likelier than this, 0 to 1.
+
+    For ablations (the defaults are the paper's method):
+        slot_order: "confidence": any slots over the threshold; "left_to_right": the first open slot, and those after it
+            as long as they are over the threshold.
+        slot_score: what is held against the threshold, the probability of a slot's "first" draft, or the "mean" of all.
+        recompute: compute the keys and values of slots that were finished side by side once more, each seeing the others.
     """
+
+    method: ClassVar[str] = "refusion"
+    ORDERS: ClassVar[tuple[str, ...]] = ("confidence", "left_to_right")
+    SCORES: ClassVar[tuple[str, ...]] = ("first", "mean")
 
     slot_size: int | None = None
     block_size: int | None = None
     slot_threshold: float | None = None
     token_threshold: float | None = None
+    slot_order: str | None = None
+    slot_score: str | None = None
+    recompute: bool | None = None
 
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
         **GenerationConfig.DEFAULTS, "slot_size": 8, "block_size": 32, "slot_threshold": 0.9, "token_threshold": 0.4,
+        "slot_order": "confidence", "slot_score": "first", "recompute": False,
     }  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -150,6 +184,9 @@ class DecodeConfig(GenerationConfig):
         self._at_least("block_size", 1, int)
         self._within("slot_threshold", 0, 1)
         self._within("token_threshold", 0, 1)
+        self._one_of("slot_order", self.ORDERS)
+        self._one_of("slot_score", self.SCORES)
+        self._true_or_false("recompute")
         if self.slot_size is not None and self.block_size is not None:
             self._fit()
 
@@ -167,3 +204,35 @@ class DecodeConfig(GenerationConfig):
         assert self.slot_size is not None and self.block_size is not None
         if self.block_size < self.slot_size:
             raise UserError(f"block_size must be at least slot_size ({self.slot_size}), got {self.block_size}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockConfig(GenerationConfig):
+    """Block diffusion (methods/block.py). On top of `GenerationConfig`:
+
+    Attributes (None: unset, see `resolve`):
+        block_size: tokens per block; one that the model was trained with.
+        block_steps: most forwards per block, each of which commits an equal share of it; 0: one for each token.
+        confidence_threshold: also commit every token that is likelier than this, 0 to 1; 1 is off.
+    """
+
+    method: ClassVar[str] = "bd3lm"
+
+    block_size: int | None = None
+    block_steps: int | None = None
+    confidence_threshold: float | None = None
+
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {
+        **GenerationConfig.DEFAULTS, "block_size": 8, "block_steps": 0, "confidence_threshold": 0.9,
+    }  # fmt: skip
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least("block_size", 1, int)
+        self._at_least("block_steps", 0, int)
+        self._within("confidence_threshold", 0, 1)
+
+
+CONFIGS: Mapping[str, type[GenerationConfig]] = {  # by method
+    c.method: c for c in (DecodeConfig, AutoregressiveConfig, BlockConfig)
+}

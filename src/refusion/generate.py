@@ -14,11 +14,10 @@ from typing import Any, NoReturn, overload
 
 import torch
 
-from refusion.config import AutoregressiveConfig, DecodeConfig, UserError, nearest
+from refusion.config import GenerationConfig, UserError, nearest
 from refusion.events import Committed, Event, Finished, to_dict
-from refusion.methods import autoregressive
 from refusion.methods.base import Decoder, Forward, TokenIds
-from refusion.methods.refusion import decode as refusion
+from refusion.methods.registry import METHODS, method_of
 from refusion.models.checkpoint import FolderConfig, load_model, read_config, resolve_folder
 from refusion.models.prepack import prepack
 from refusion.models.runner import Runner, barred_ids
@@ -26,7 +25,7 @@ from refusion.models.tokenizer import Tokenizer
 from refusion.models.transformer import Transformer
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
-Config = DecodeConfig | AutoregressiveConfig
+Config = GenerationConfig  # one of the methods' own
 
 
 @dataclass(frozen=True)
@@ -75,6 +74,15 @@ class Result:
         return out | ({"events": [to_dict(event) for event in self.events]} if events else {})
 
 
+@dataclass(frozen=True)
+class Likelihood:
+    """Of a given answer."""
+
+    log_probability: float  # natural logarithm, summed over tokens
+    greedy: bool  # every token is the likeliest at its place
+    tokens: int
+
+
 def load(model: str | Path, device: str | None = None, dtype: str | torch.dtype | None = None) -> Model:
     """Load a model: "nano" or "nano-ar" (they come with the package), a Hugging Face folder, or a hub id.
 
@@ -85,23 +93,24 @@ def load(model: str | Path, device: str | None = None, dtype: str | torch.dtype 
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     config = read_config(folder)
-    _check_defaults(config, folder)
+    check_defaults(config, folder)
     transformer = load_model(folder, device, dtype)
     prepack(transformer)
     return Model(str(model), transformer, Tokenizer.from_folder(folder), config)
 
 
-def _check_defaults(config: FolderConfig, folder: Path) -> None:
+def check_defaults(config: FolderConfig, folder: Path) -> None:
     """A folder's own decoding settings are checked when it is loaded, so that the complaint names the file."""
-    known = {f.name for f in fields(DecodeConfig)} | {"method"}
+    method = METHODS.get(str(config.defaults.get("method", "refusion")))
+    known = {f.name for m in METHODS.values() for f in fields(m.config)} | {"method"}
     where = f"{folder / 'generation_config.json'}: refusion"
     for key in config.defaults:
         if key not in known:
             raise UserError(f"{where}: unknown setting {key!r}{nearest(key, known)}")
-    if config.defaults.get("method", "refusion") not in ("refusion", "autoregressive"):
-        raise UserError(f"{where}: method must be refusion or autoregressive, got {config.defaults['method']!r}")
+    if method is None:
+        raise UserError(f"{where}: method must be one of {', '.join(METHODS)}, got {config.defaults['method']!r}")
     try:
-        DecodeConfig().resolve(config.defaults)
+        method.config().resolve(config.defaults)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
 
@@ -121,6 +130,11 @@ class Model:
     def has_mask(self) -> bool:
         """Whether slots can be decoded: an autoregressive folder has no mask token."""
         return self.ids.mask is not None
+
+    @property
+    def method(self) -> str:
+        """The method that it was trained for, as its folder says; without a mask token it writes token by token."""
+        return str(self.folder.defaults.get("method", "refusion")) if self.has_mask else "autoregressive"
 
     def __repr__(self) -> str:
         weight = self.transformer.lm_head.weight
@@ -155,15 +169,43 @@ class Model:
         settings = self._fitted(settings, config, len(ids))
         return self._run(ids, settings)
 
+    def likelihood(
+        self, prompt: Prompt, answer: str | Sequence[int], config: Config | None = None, raw: bool = False
+    ) -> Likelihood:
+        """How likely the model is to write `answer` after `prompt`, by its training objective.
+
+        answer: text, or token ids; an end-of-sequence counts only where it stands in the ids. The settings name the method
+        and, for slots, their size. Raises `UserError` where there is no answer, no room for it, or no exact likelihood.
+        """
+        settings = self.settings(config)
+        ids = self.encode(prompt, raw)
+        tokens = [self._checked(t) for t in (self.tokenizer.encode(answer) if isinstance(answer, str) else answer)]
+        compute = method_of(settings).likelihood
+        if compute is None:
+            raise UserError(f"the method {settings.method} has no exact likelihood")
+        if not tokens:
+            raise UserError("answer must not be empty")
+        if len(ids) + len(tokens) > self.transformer.config.max_position_embeddings:
+            raise UserError(f"prompt and answer have {len(ids) + len(tokens)} tokens, longer than the context")
+        runner = Runner(self.transformer, self._barred, len(ids) + 2 * len(tokens))
+        steps = compute(ids, tokens, settings, self.ids)
+        reply = None
+        while True:
+            try:
+                reply = runner(steps.send(reply))  # type: ignore[arg-type]
+            except StopIteration as stop:
+                log_probability, greedy = stop.value
+                return Likelihood(log_probability, greedy, len(tokens))
+
     def settings(self, config: Config | None = None) -> Config:
         """The settings with nothing unset."""
         defaults = self.folder.defaults
-        if config is not None and not isinstance(config, DecodeConfig | AutoregressiveConfig):
-            raise UserError(f"config must be a DecodeConfig or an AutoregressiveConfig, got {type(config).__name__}")
         if config is None:
-            wants_slots = self.has_mask and defaults.get("method") != "autoregressive"
-            config = DecodeConfig() if wants_slots else AutoregressiveConfig()
-        if isinstance(config, DecodeConfig) and not self.has_mask:
+            config = METHODS[self.method].config()
+        if getattr(config, "method", None) not in METHODS:
+            known = ", ".join(method.config.__name__ for method in METHODS.values())
+            raise UserError(f"config must be one of {known}, got {type(config).__name__}")
+        if method_of(config).needs_mask and not self.has_mask:
             raise UserError(
                 f"{self.name} has no mask token, so it can only write token by token: use AutoregressiveConfig "
                 "(--method autoregressive)"
@@ -244,9 +286,7 @@ class Model:
 
 def make_decoder(prompt: Sequence[int], settings: Config, ids: TokenIds) -> Decoder:
     """The decoder that these settings ask for."""
-    if isinstance(settings, DecodeConfig):
-        return refusion.decode(prompt, settings, ids)
-    return autoregressive.decode(prompt, settings, ids)
+    return method_of(settings).decode(prompt, settings, ids)
 
 
 def drive(decoder: Decoder, runner: Runner) -> Iterator[Event]:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from refusion.config import DecodeConfig, UserError
+from refusion.config import UserError
 from refusion.evaluation import tasks
 from refusion.evaluation.presets import preset, with_preset
 from refusion.evaluation.samples import Samples, default_path
@@ -47,7 +47,7 @@ def run(
         done = [file.done[number] for number in range(len(items))]
     assert settings.max_new_tokens is not None
     return {
-        "model": model.name, "task": name, "method": method_of(settings), "preset": preset_name, "data": str(data),
+        "model": model.name, "task": name, "method": settings.method, "preset": preset_name, "data": str(data),
         **figures(done, settings.max_new_tokens), "samples": str(path), "settings": settings.to_dict(),
     }  # fmt: skip
 
@@ -76,15 +76,10 @@ def _open(file: Samples, items: Sequence[Item], progress: Progress | None) -> It
         report(done, len(items), f"accuracy {right / done:.3f}")
 
 
-def method_of(settings: Config) -> str:
-    """Name of the method that takes these settings."""
-    return str(getattr(settings, "method", "refusion" if isinstance(settings, DecodeConfig) else "autoregressive"))
-
-
 def _header(model: Model, task: str, settings: Config) -> dict[str, Any]:
     """What all samples of a file have in common."""
     return {
-        "task": task, "model": model.name, "weights": _weights(model.name), "method": method_of(settings),
+        "task": task, "model": model.name, "weights": _weights(model.name), "method": settings.method,
         "settings": settings.to_dict(),
     }  # fmt: skip
 

@@ -94,7 +94,7 @@ def _report(
     settings = model.settings(config)
     report = {
         "model": model.name, "suite": suite, "split": split,
-        "method": "refusion" if isinstance(settings, DecodeConfig) else "autoregressive",
+        "method": settings.method,
         "families": {
             name: {"accuracy": tally.accuracy, "tokens_per_forward": tally.tokens_per_forward, "n": tally.n}
             for name, tally in tallies.items()
@@ -112,8 +112,8 @@ def _report(
 def validation_decode(model: Model, limit: int) -> dict[str, float]:
     """Accuracy on the validation split, by slots (where the model can) and token by token, as training logs it."""
     record: dict[str, float] = {}
-    if model.has_mask and model.folder.defaults.get("method") != "autoregressive":
-        slots = evaluate(model, split="validation", limit=limit, config=DecodeConfig())
+    if model.method != "autoregressive":
+        slots = evaluate(model, split="validation", limit=limit)
         record |= {"accuracy": slots["accuracy"], "tokens_per_forward": slots["tokens_per_forward"]}
         record |= {f"accuracy_{family}": entry["accuracy"] for family, entry in slots["families"].items()}
     by_token = evaluate(model, split="validation", limit=limit, config=AutoregressiveConfig())

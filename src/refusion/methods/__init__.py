@@ -1,1 +1,1 @@
-"""The methods: each an objective and a decoder of one shape (`base`). Nothing here knows a model."""
+"""The methods: each an objective and a decoder of one shape (`base`), listed in `registry`. Nothing here knows a model."""

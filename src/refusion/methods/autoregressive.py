@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from refusion.config import AutoregressiveConfig
 from refusion.events import Committed, Drafted, Finished
-from refusion.methods.base import Decoder, Example, Forward, Loss, TokenIds, TrainingRow
+from refusion.methods.base import Answer, Decoder, Example, Forward, Loss, TokenIds, TrainingRow
 from refusion.sampling import Shaping, uniform
 
 if TYPE_CHECKING:
@@ -55,3 +56,14 @@ def decode(prompt: Sequence[int], settings: AutoregressiveConfig, ids: TokenIds)
         written.append(answer.tokens[0])
         keep, start, rows = tuple(range(len(rows))), start + len(rows), answer.tokens
     yield Finished("length", tuple(written), False)
+
+
+def likelihood(prompt: Sequence[int], answer: Sequence[int]) -> Generator[Forward, Answer, tuple[float, bool]]:
+    """Natural logarithm of the answer's probability after `prompt` (both at least one token), and whether every token of it
+    is the likeliest one at its place."""
+    assert len(prompt) > 0 and len(answer) > 0
+    rows, tokens = (*prompt, *answer[:-1]), tuple(answer)
+    asked = tuple(range(len(prompt) - 1, len(rows)))
+    checks = tuple(zip(asked, tokens, strict=True))
+    reply = yield Forward(rows, tuple(range(len(rows))), (0,) * len(rows), asked, checks)
+    return sum(math.log(p) if p > 0 else -math.inf for p in reply.checks), reply.tokens == tokens

@@ -5,7 +5,10 @@ an `Answer` for each; in between it yields `Event`s and is sent None. Whoever dr
 many, or a test with scripted answers) owns the cache and counts the calls.
 
     rows that one forward sees        cache columns, and earlier rows of the same segment of the same forward
+                                      (`bidirectional`: all rows of the same segment;
+                                      `chained`: and all rows of segments with lower numbers)
     rows that stay in the cache       those named by `keep` of the *next* forward; all others are forgotten
+    columns that leave the cache      those from `cut` on, before the forward runs
 
 An **objective** turns one `Example` into a `TrainingRow`, in the data pipeline, seeded, without a model. The trainer
 sums its losses over the global batch; it knows no method.
@@ -29,10 +32,10 @@ if TYPE_CHECKING:
 class Forward:
     """One model call for one request. Row i is token `tokens[i]` at absolute position `positions[i]`.
 
-    A row sees the whole cache and the rows 0..i of its own segment. `drafts` are rows whose output draws a token,
-    `uniforms` the numbers in [0, 1) that decide a draw (empty: greedy); `checks` are (row, token) pairs whose
-    probability is asked for. `keep` names the rows of the *previous* forward that become cache columns before this
-    one runs.
+    A row sees the whole cache and the rows 0..i of its own segment, or more (`bidirectional`, `chained`: see above).
+    `drafts` are rows whose output draws a token, `uniforms` the numbers in [0, 1) that decide a draw (empty: greedy);
+    `checks` are (row, token) pairs whose probability is asked for. `keep` names the rows of the *previous* forward that
+    become cache columns before this one runs; `cut` (never together with `keep`) is how many columns stay.
     """
 
     tokens: tuple[int, ...]
@@ -43,6 +46,9 @@ class Forward:
     uniforms: tuple[float, ...] = ()
     shaping: Shaping = GREEDY
     keep: tuple[int, ...] = ()
+    bidirectional: bool = False
+    cut: int | None = None
+    chained: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,8 @@ class TrainingRow:
     normalised.
 
     A row may hold several states of decoding side by side, each in a segment of its own: a token sees the earlier
-    tokens of its segment, and of the others those among the row's first `prefixes`. An ordinary row is one segment, 0.
+    tokens of its segment (`bidirectional`: all tokens of its segment), and of the others those among the row's first
+    `prefixes`. An ordinary row is one segment, 0.
     """
 
     tokens: NDArray[np.int64]
@@ -100,6 +107,7 @@ class TrainingRow:
     weights: NDArray[np.float32]
     segments: NDArray[np.int64]
     prefixes: NDArray[np.int64]
+    bidirectional: bool = False
 
 
 @dataclass(frozen=True)

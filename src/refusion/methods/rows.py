@@ -34,7 +34,7 @@ class RowBuilder:
         positions = np.arange(position, position + len(tokens))
         self._runs.append(_Run(tokens, positions, targets, loss, first_weight, segment, prefix))
 
-    def build(self, weights: Mapping[int, float]) -> TrainingRow:
+    def build(self, weights: Mapping[int, float], bidirectional: bool = False) -> TrainingRow:
         """The whole row; `weights` multiplies the weights of a loss's targets where it is not 1."""
         runs = self._runs
 
@@ -53,7 +53,7 @@ class RowBuilder:
         return TrainingRow(
             np.concatenate([run.tokens for run in runs]), np.concatenate([run.positions for run in runs]),
             np.concatenate([run.targets for run in runs]), losses, per_token,
-            spread([run.segment for run in runs]), spread([run.prefix for run in runs]),
+            spread([run.segment for run in runs]), spread([run.prefix for run in runs]), bidirectional,
         )  # fmt: skip
 
 

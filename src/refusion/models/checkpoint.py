@@ -10,13 +10,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
-import math
 import os
 import re
 import shutil
 import sys
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from refusion.config import UserError, nearest
+from refusion.config import LARGEST_SHAPE, UserError, nearest
 from refusion.models.tokenizer import Tokenizer, one_line, read_json, special_ids
 from refusion.models.transformer import ModelConfig, Transformer
 
@@ -55,16 +54,12 @@ def resolve_folder(name_or_path: str | Path) -> Path:
     packaged = packaged_models()
     if str(name_or_path) in packaged:
         return WEIGHTS / str(name_or_path)
-    path = Path(name_or_path).expanduser()
-    if str(name_or_path) and path.is_dir():
-        if not (path / "config.json").exists() and (path / "last" / "config.json").exists():
-            raise UserError(f"{path}: is a training run; its models are {path / 'last'} and {path / 'best'}")
-        return path
-    if path.exists():
-        raise UserError(f"{path}: is a file, not a model folder")
+    folder = _local_folder(name_or_path)
+    if folder is not None:
+        return folder
     name = str(name_or_path)
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name, re.ASCII):
-        raise UserError(f"no such model folder: {name}{nearest(name, packaged)}")
+        raise UserError(f"no such model folder: {_shown(name)}{nearest(name, packaged)}")
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
@@ -74,6 +69,28 @@ def resolve_folder(name_or_path: str | Path) -> Path:
     except Exception as error:  # offline, unknown, gated, disk full, ...: each has its own class there
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise UserError(f"no such model folder: {name}, and the hub gave nothing for it ({reason})") from None
+
+
+def _local_folder(name: str | Path) -> Path | None:
+    """The folder at a path; None where there is nothing."""
+    try:
+        path = Path(name).expanduser()
+        if str(name) and path.is_dir():
+            if not (path / "config.json").exists() and (path / "last" / "config.json").exists():
+                raise UserError(f"{path}: is a training run; its models are {path / 'last'} and {path / 'best'}")
+            return path
+        if path.exists():
+            raise UserError(f"{path}: is a file, not a model folder")
+    except (OSError, RuntimeError) as error:  # too long, in a folder that may not be read, the home of an unknown user
+        reason = error.strerror if isinstance(error, OSError) else one_line(error)
+        raise UserError(f"no such model folder: {_shown(str(name))} ({reason})") from None
+    return None
+
+
+def _shown(name: str) -> str:
+    """A name as one line of bearable length."""
+    plain = name if name.isprintable() else ascii(name)
+    return plain if len(plain) <= 200 else f"{plain[:200]}... ({len(name):,} characters)"
 
 
 # --- config.json and generation_config.json
@@ -119,27 +136,29 @@ class _Fields:
         if value is None:
             raise self.fail(f"{name} is missing")
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.fail(f"{name} must be a whole number of at least 1, got {value!r}")
+            raise self.fail(f"{name} must be a whole number of at least 1, got {value!r:.40}")
+        if value > LARGEST_SHAPE.get(name, value):
+            raise self.fail(f"{name} must be at most {LARGEST_SHAPE[name]:,}, got {value!r:.40}")
         return value
 
     def number(self, name: str, default: float) -> float:
         value = self.raw.get(name)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise self.fail(f"{name} must be a number above 0, got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e300:
+            raise self.fail(f"{name} must be a number above 0, got {value!r:.40}")
         return float(value)
 
     def flag(self, name: str, default: bool = False) -> bool:
         value = self.raw.get(name)
         value = default if value is None else value
         if not isinstance(value, bool):
-            raise self.fail(f"{name} must be true or false, got {value!r}")
+            raise self.fail(f"{name} must be true or false, got {value!r:.40}")
         return value
 
     def table(self, name: str) -> dict[str, Any]:
         value = self.raw.get(name)
         if value is not None and not isinstance(value, dict):
-            raise self.fail(f"{name} must be an object, got {value!r}")
+            raise self.fail(f"{name} must be an object, got {value!r:.40}")
         return dict(value or {})
 
     def ids(self, name: str) -> tuple[int, ...]:
@@ -147,8 +166,21 @@ class _Fields:
         value = self.raw.get(name)
         values = value if isinstance(value, list) else [] if value is None else [value]
         if any(isinstance(v, bool) or not isinstance(v, int) or v < 0 for v in values):
-            raise self.fail(f"{name} must be a token id or a list of them, got {value!r}")
+            raise self.fail(f"{name} must be a token id or a list of them, got {value!r:.40}")
         return tuple(values)
+
+    def id(self, name: str) -> int | None:
+        """One token id."""
+        value = self.raw.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+            raise self.fail(f"{name} must be a token id, got {value!r:.40}")
+        return value
+
+    def texts(self, name: str) -> list[str]:
+        value = self.raw.get(name)
+        if value is not None and not (isinstance(value, list) and all(isinstance(entry, str) for entry in value)):
+            raise self.fail(f"{name} must be a list of texts, got {value!r:.40}")
+        return list(value or ())
 
 
 def read_config(folder: str | Path) -> FolderConfig:
@@ -165,15 +197,15 @@ def read_config(folder: str | Path) -> FolderConfig:
         [*generation.ids(name), *config.ids(name), *([named[token]] if token in named else [])]
         for name, token in (("eos_token_id", "eos_token"), ("bos_token_id", "bos_token"), ("pad_token_id", "pad_token"))
     )
-    mask = config.ids("mask_token_id")
-    if mask and mask[0] >= model.vocab_size:
-        raise config.fail(f"mask_token_id {mask[0]} is outside the vocabulary ({model.vocab_size} entries)")
-    if not mask and named.get("mask_token", model.vocab_size) < model.vocab_size:
-        mask = (named["mask_token"],)
-    architectures = config.raw.get("architectures") or [ARCHITECTURES[model.model_type]]
+    mask = config.id("mask_token_id")
+    if mask is not None and mask >= model.vocab_size:
+        raise config.fail(f"mask_token_id {mask!s:.40} is outside the vocabulary ({model.vocab_size} entries)")
+    if mask is None and named.get("mask_token", model.vocab_size) < model.vocab_size:
+        mask = named["mask_token"]
+    architecture = (config.texts("architectures") or [ARCHITECTURES[model.model_type]])[0]
     return FolderConfig(
-        model, str(architectures[0]), mask[0] if mask else None, tuple(dict.fromkeys(eos)), bos[0] if bos else None,
-        pad[0] if pad else None, generation.table("refusion"), dict(config.raw),
+        model, architecture, mask, tuple(dict.fromkeys(eos)), bos[0] if bos else None, pad[0] if pad else None,
+        generation.table("refusion"), dict(config.raw),
     )  # fmt: skip
 
 
@@ -221,7 +253,7 @@ def _check_shape(config: _Fields, shape: ModelConfig) -> None:
         window, full = config.whole("sliding_window"), config.raw.get("max_window_layers", 28)
         windowed = not isinstance(full, int) or full < shape.num_hidden_layers
         if "layer_types" in config.raw:
-            windowed = "sliding_attention" in (config.raw["layer_types"] or [])
+            windowed = "sliding_attention" in config.texts("layer_types")
         if windowed and window < shape.max_position_embeddings:
             raise config.fail(f"sliding_window ({window}) is in use, which is not supported")
 
@@ -378,11 +410,13 @@ def save_folder(
     eos_token_ids: Sequence[int] | None = None, bos_token_id: int | None = None, pad_token_id: int | None = None,
     defaults: Mapping[str, Any] | None = None, dtype: str | torch.dtype = "bfloat16",
     max_shard_bytes: int | None = None, extra_files: Mapping[str, str] | None = None,
+    more: Callable[[Path], None] | None = None,
 ) -> Path:  # fmt: skip
     """Write a Hugging Face folder that `transformers` and `load_model` read; it appears whole or not at all.
 
     Token ids that are None are the tokenizer's; the chat template travels with the tokenizer. defaults: decoding
-    settings for generation_config.json. extra_files: name -> text, say a model card. An existing model folder is
+    settings for generation_config.json. extra_files: name -> text, say a model card. more: is called with the new
+    folder before it appears, to write into it; an `OSError` of it is a failure to write. An existing model folder is
     replaced at once; anything else in the way is a `UserError`.
     """
     path, wanted = Path(path), _dtype(dtype)
@@ -408,6 +442,8 @@ def save_folder(
         for name, text in (extra_files or {}).items():
             (new / name).write_text(text, encoding="utf-8")
         _write_tensors(new, model, wanted, max_shard_bytes)
+        if more is not None:
+            more(new)
     return path
 
 

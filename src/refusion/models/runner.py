@@ -31,8 +31,12 @@ def barred_ids(vocab_size: int, token_ids: Iterable[int], mask: int | None) -> T
     return barred
 
 
-def visibility(segments: Sequence[int], cached: int, rows: int, columns: int, device: torch.device) -> Tensor:
-    """Bool [1, 1, rows, columns]: every row sees the cache and the rows up to itself of its own segment.
+def visibility(
+    segments: Sequence[int], cached: int, rows: int, columns: int, device: torch.device, bidirectional: bool = False,
+    chained: bool = False,
+) -> Tensor:
+    """Bool [1, 1, rows, columns]: every row sees the cache and the rows of its own segment, up to itself or all of them;
+    `chained`: and the rows of segments with lower numbers.
 
     rows, columns: at least len(segments) and cached + rows; what is too much is padding, which nobody sees (a padding
     row sees itself, so that its softmax is a number).
@@ -40,12 +44,14 @@ def visibility(segments: Sequence[int], cached: int, rows: int, columns: int, de
     >>> visibility((0, 0, 1), 1, 3, 4, torch.device("cpu"))[0, 0].int().tolist()
     [[1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]]
     """
-    segment = torch.full((rows,), -1, device=device)
+    segment = -1 - torch.arange(rows, device=device)
     segment[: len(segments)] = torch.tensor(segments, device=device)
     mask = torch.zeros(rows, columns, dtype=torch.bool, device=device)
     mask[: len(segments), :cached] = True
-    new = torch.ones(rows, rows, dtype=torch.bool, device=device).tril_()
-    new &= segment[:, None] == segment[None, :]
+    new = segment[:, None] == segment[None, :]
+    new = new if bidirectional else new.tril_()
+    if chained:
+        new |= (segment[None, :] >= 0) & (segment[None, :] < segment[:, None])
     mask[:, cached : cached + rows] = new
     return mask[None, None]
 
@@ -65,6 +71,9 @@ class Runner:
     def __call__(self, forward: Forward) -> Answer:
         """Run one forward. Its rows stay forgotten unless the next forward's `keep` names them."""
         self.cache.keep(forward.keep)
+        if forward.cut is not None:
+            assert not forward.keep
+            self.cache.truncate(forward.cut)
         self.forwards += 1
         self.rows += len(forward.tokens)
         padding = (0,) * (-len(forward.tokens) % ROW_MULTIPLE)
@@ -73,7 +82,10 @@ class Runner:
         tokens = torch.tensor([forward.tokens + padding], device=self.device)
         positions = torch.tensor([forward.positions + padding], device=self.device)
         cached = self.cache.length
-        mask = visibility(forward.segments, cached, rows, aligned(cached + rows), self.device)
+        columns = aligned(cached + rows)
+        mask = visibility(
+            forward.segments, cached, rows, columns, self.device, forward.bidirectional, forward.chained
+        )
         hidden = self.model(tokens, positions, mask, self.cache)[0]
         return self._answer(hidden, forward)
 

@@ -111,9 +111,11 @@ class Tokenizer:
             raise UserError(f"{folder}: holds no tokenizer (tokenizer.json, or vocab.json and merges.txt)")
         settings = _settings(folder)
         mask_token_id = _optional_json(folder / "config.json").get("mask_token_id")
+        if mask_token_id is not None and not _is_id(mask_token_id):
+            raise UserError(f"{folder / 'config.json'}: mask_token_id must be a token id, got {mask_token_id!r:.40}")
         return cls(
-            _read_spec(folder), _named_specials(settings), _templates(folder, settings),
-            mask_token_id if isinstance(mask_token_id, int) else None, _extra_specials(settings), str(folder),
+            _read_spec(folder), _named_specials(settings), _templates(folder, settings), mask_token_id,
+            _extra_specials(settings), str(_spec_path(folder)),
         )  # fmt: skip
 
     @classmethod
@@ -267,10 +269,30 @@ def _optional_json(path: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
 
 
+def _spec_path(folder: Path) -> Path:
+    """The file that says what a folder's tokenizer is."""
+    path = folder / "tokenizer.json"
+    return path if path.exists() else folder / "vocab.json"
+
+
+def _is_id(value: Any) -> bool:
+    """Whether this is a number that a token can have."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**32
+
+
 def _settings(folder: Path) -> dict[str, Any]:
     """tokenizer_config.json, over the older special_tokens_map.json."""
-    settings = _optional_json(folder / "tokenizer_config.json")
-    return {**_optional_json(folder / "special_tokens_map.json"), **settings}
+    settings: dict[str, Any] = {}
+    for path in (folder / "special_tokens_map.json", folder / "tokenizer_config.json"):
+        found = _optional_json(path)
+        for name in SPECIAL_NAMES:
+            if found.get(name) is not None and _text(found[name]) is None:
+                raise UserError(f"{path}: {name} must be a text, got {found[name]!r:.40}")
+        for name in ("additional_special_tokens", "extra_special_tokens"):
+            if not isinstance(found.get(name), list | dict | None):
+                raise UserError(f"{path}: {name} must be a list of texts, got {found[name]!r:.40}")
+        settings |= found
+    return settings
 
 
 def _text(value: Any) -> str | None:
@@ -302,18 +324,20 @@ def _templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     if isinstance(value, str):
         return {"default": value}
     try:
-        return {entry["name"]: entry["template"] for entry in value or []}
+        named = {entry["name"]: entry["template"] for entry in value or []}
+        if all(isinstance(text, str) for text in (*named, *named.values())):
+            return named
     except (TypeError, KeyError):
-        raise UserError(f"{folder / 'tokenizer_config.json'}: chat_template must be a text or named texts") from None
+        pass
+    raise UserError(f"{folder / 'tokenizer_config.json'}: chat_template must be a text or named texts")
 
 
 def _read_spec(folder: Path) -> Spec:
     """The folder's tokenizer.json, or what it would be; with the added tokens that only other files name."""
-    path = folder / "tokenizer.json"
-    settings = _settings(folder)
-    spec = read_json(path) if path.exists() else _spec_from_vocabulary(folder, settings)
-    if not isinstance(spec.get("model"), dict) or "vocab" not in spec["model"]:
-        raise UserError(f"{path}: not a tokenizer (no model with a vocabulary)")
+    settings, path = _settings(folder), _spec_path(folder)
+    spec = read_json(path) if path.name == "tokenizer.json" else _spec_from_vocabulary(folder, settings)
+    if fault := _fault(spec):
+        raise UserError(f"{path}: not a tokenizer that can be read ({fault})")
     added = list(spec.get("added_tokens") or [])
     texts, numbers = {token["content"] for token in added}, {token["id"] for token in added}
     for token in _named_elsewhere(folder, settings, _vocabulary(spec)):
@@ -322,7 +346,34 @@ def _read_spec(folder: Path) -> Spec:
     return {**spec, "added_tokens": sorted(added, key=lambda token: token["id"])}
 
 
+def _fault(spec: Spec) -> str | None:
+    """What is wrong with the parts that are worked on here; the `tokenizers` library looks at the others."""
+    model, added = spec.get("model"), spec.get("added_tokens") or []
+    if not isinstance(model, dict) or "vocab" not in model:
+        return "no model with a vocabulary"
+    vocab, merges = model["vocab"], model.get("merges") or []
+    scored = isinstance(vocab, list) and all(isinstance(e, list) and e and isinstance(e[0], str) for e in vocab)
+    if not scored and not (isinstance(vocab, dict) and all(map(_is_id, vocab.values()))):
+        return "model.vocab must give each text its id"
+    if not isinstance(merges, list) or not all(map(_is_merge, merges)):
+        return "model.merges must be a list of pairs"
+    if not isinstance(model.get("unk_token"), str | None):
+        return "model.unk_token must be a text"
+    if not isinstance(added, list) or not all(
+        isinstance(token, dict) and isinstance(token.get("content"), str) and _is_id(token.get("id")) for token in added
+    ):
+        return "added_tokens must be a list of objects with id and content"
+    return None
+
+
+def _is_merge(merge: Any) -> bool:
+    pair = merge.split(" ", 1) if isinstance(merge, str) else merge
+    return isinstance(pair, list) and len(pair) == 2 and all(isinstance(part, str) for part in pair)
+
+
 def _added_token(token_id: int, content: str, special: bool, flags: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    if not _is_id(token_id) or not isinstance(content, str):
+        raise ValueError(f"{content!r:.40} with id {token_id!r:.40}")
     names = ("single_word", "lstrip", "rstrip", "normalized")
     return {"id": token_id, "content": content, "special": special, **{n: bool((flags or {}).get(n)) for n in names}}
 
@@ -330,17 +381,18 @@ def _added_token(token_id: int, content: str, special: bool, flags: Mapping[str,
 def _named_elsewhere(folder: Path, settings: Mapping[str, Any], vocabulary: Mapping[str, int]) -> list[dict[str, Any]]:
     """Added tokens of tokenizer_config.json and added_tokens.json, and special tokens of the base vocabulary."""
     specials = [*_named_specials(settings).values(), *_extra_specials(settings)]
+    path = folder / "tokenizer_config.json"
     try:
         found = [
             _added_token(int(i), flags["content"], bool(flags.get("special")), flags)
             for i, flags in (settings.get("added_tokens_decoder") or {}).items()
         ]
-        old = _optional_json(folder / "added_tokens.json")
-        found += [_added_token(int(i), text, text in specials) for text, i in old.items()]
+        path = folder / "added_tokens.json"
+        found += [_added_token(i, text, text in specials) for text, i in _optional_json(path).items()]
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{folder}: added tokens of the tokenizer are not readable ({one_line(error)})") from None
+        raise UserError(f"{path}: added tokens are not readable ({one_line(error)})") from None
     found += [_added_token(vocabulary[text], text, True) for text in specials if text in vocabulary]
     return list({token["content"]: token for token in reversed(found)}.values())
 

@@ -37,6 +37,11 @@ class RowStore:
     def lengths(self) -> Ints:
         return self.bounds[:, 2] - self.bounds[:, 0]
 
+    def within(self, context: int) -> RowStore:
+        """The rows of at most `context` tokens."""
+        fit = self.lengths <= context
+        return self if fit.all() else RowStore(self.ids, self.bounds[fit])
+
     def pair(self, row: int) -> tuple[Ints, Ints]:
         """Prompt and answer ids; the answer ends with end-of-sequence."""
         start, middle, end = self.bounds[row]
@@ -59,8 +64,11 @@ class RowStore:
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part.npz")
-        np.savez(part, ids=self.ids, bounds=self.bounds)
-        os.replace(part, path)
+        try:
+            np.savez(part, ids=self.ids, bounds=self.bounds)
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)  # what a full disk took of it
 
     @staticmethod
     def load(path: Path) -> RowStore:
@@ -104,7 +112,7 @@ def infilling(prompt: Ints, answer: Ints, rng: np.random.Generator) -> Example:
 
 @dataclass(frozen=True)
 class Batch:
-    """Padded rows [B, T] (right padding: causal rows never see it) and how many targets of each loss are in the batch."""
+    """Padded rows [B, T] (right padding, of segment -1: no token sees it) and how many targets of each loss are in the batch."""
 
     tokens: Ints
     positions: Ints
@@ -114,6 +122,7 @@ class Batch:
     counts: tuple[int, ...]  # targets of each loss
     segments: Ints
     prefixes: Ints
+    bidirectional: NDArray[np.bool_]  # [B]
 
     @property
     def real_tokens(self) -> int:
@@ -125,7 +134,7 @@ class Batch:
 
 
 def collate(rows: list[TrainingRow], losses: int) -> Batch:
-    """Pad rows to the longest; padding has token -1, position 0 and no target."""
+    """Pad rows to the longest; padding has token -1, position 0, segment -1 and no target."""
     width = max(len(row.tokens) for row in rows)
 
     def pad(arrays: list[Ints], value: int) -> Ints:
@@ -142,7 +151,7 @@ def collate(rows: list[TrainingRow], losses: int) -> Batch:
     counts = tuple(int(((which == loss) & (targets >= 0)).sum()) for loss in range(losses))
     return Batch(
         pad([r.tokens for r in rows], -1), pad([r.positions for r in rows], 0), targets, which, weights, counts,
-        pad([r.segments for r in rows], 0), pad([r.prefixes for r in rows], 0),
+        pad([r.segments for r in rows], -1), pad([r.prefixes for r in rows], 0), np.array([r.bidirectional for r in rows]),
     )  # fmt: skip
 
 

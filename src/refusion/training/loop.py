@@ -31,18 +31,16 @@ import numpy as np
 import torch
 
 from refusion.config import UserError
-from refusion.methods.autoregressive import AutoregressiveObjective
 from refusion.methods.base import Objective, TokenIds
-from refusion.methods.refusion.corrupt import ReFusionObjective
+from refusion.methods.registry import METHODS
 from refusion.models.checkpoint import (
     FolderConfig,
     load_model,
     read_config,
-    replaced_folder,
     resolve_folder,
     save_folder,
 )
-from refusion.models.tokenizer import Tokenizer
+from refusion.models.tokenizer import Tokenizer, one_line
 from refusion.models.transformer import ModelConfig, Transformer
 from refusion.training import files, suite
 from refusion.training.data import Batch, Batches, RowStore, collate
@@ -56,11 +54,8 @@ Progress = Callable[[int, int, str], None]  # steps done, steps in all, a note
 
 def make_objective(recipe: ObjectiveRecipe, ids: TokenIds) -> Objective:
     """The objective that a recipe names."""
-    settings = asdict(recipe)
-    if settings.pop("method") == "autoregressive":
-        return AutoregressiveObjective(settings["prompt_loss"])
-    settings.pop("prompt_loss")
-    return ReFusionObjective(ids, **settings)
+    method = METHODS[recipe.method]
+    return method.objective(ids, {name: getattr(recipe, name) for name in method.settings})
 
 
 class Run:
@@ -71,6 +66,7 @@ class Run:
         if recipe.training.threads:
             torch.set_num_threads(recipe.training.threads)
         self.step, self.tokens, self.best = 0, 0, math.inf
+        self.validated: dict[str, float] = {}  # by the last validation since the start of this process
         start = out / "last" if resume else recipe.model.start
         self.tokenizer, self.model = self._saved_model() if resume else self._model()
         self._know_ends(None if start is None else read_config(resolve_folder(start)))
@@ -78,7 +74,8 @@ class Run:
         data, batch_size = recipe.data, recipe.training.batch_size
         train, self.dropped = self._rows("train")
         if len(train) < batch_size:
-            raise UserError(f"training.batch_size ({batch_size}) is larger than the data ({len(train)} rows)")
+            dropped = f", {self.dropped} more are longer than the context" if self.dropped else ""
+            raise UserError(f"training.batch_size ({batch_size}) is larger than the data ({len(train)} rows{dropped})")
         self.batches = Batches(
             train, self.objective, batch_size, recipe.training.seed, infill_fraction=data.infill_fraction
         )  # fmt: skip
@@ -94,6 +91,8 @@ class Run:
         if not self.eos:
             raise UserError(f"{self.recipe.model.start}: names no end-of-sequence token")
         self.end = own if own is not None else self.eos[0]
+        if self.end >= self.model.config.vocab_size:
+            raise UserError(f"{self.recipe.model.start}: end-of-sequence id {self.end!s:.40} is outside the vocabulary")
         settings = {} if folder is None else {k: v for k, v in folder.defaults.items() if k != "method"}
         self.defaults = {"method": self.recipe.objective.method, **settings}
 
@@ -126,13 +125,16 @@ class Run:
 
     def _rows(self, split: str) -> tuple[RowStore, int]:
         """Training or validation rows, of the suite or of files, and how many were too long."""
-        data, cache = self.recipe.data, self.out / "data"
+        data, cache, context = self.recipe.data, self.out / "data", self.model.config.max_position_embeddings
         paths = data.train if split == "train" else data.validation
         if paths is not None:
-            return files.rows(self.tokenizer, self.end, paths, self.model.config.max_position_embeddings, cache, split)
+            return files.rows(self.tokenizer, self.end, paths, context, cache, split)
         if split == "train":
-            return suite.rows(self.tokenizer, split, data.rows_per_family, data.seed, cache, data.family_weights), 0
-        return suite.rows(self.tokenizer, split, -(-self.recipe.validation.rows // len(suite.FAMILIES)), 0, cache), 0
+            return suite.rows(
+                self.tokenizer, split, data.rows_per_family, data.seed, context, cache, data.family_weights
+            )  # fmt: skip
+        per_family = -(-self.recipe.validation.rows // len(suite.FAMILIES))
+        return suite.rows(self.tokenizer, split, per_family, 0, context, cache)
 
     def _validation_batches(self) -> list[Batch]:
         rows, _ = self._rows("validation")
@@ -166,39 +168,48 @@ class Run:
         np.savez(
             path, allow_pickle=False, step=self.step, tokens=batch.tokens, positions=batch.positions, targets=batch.targets,
             losses=batch.losses, weights=batch.weights, counts=np.array(batch.counts), segments=batch.segments,
-            prefixes=batch.prefixes,
+            prefixes=batch.prefixes, bidirectional=batch.bidirectional,
         )  # fmt: skip
         return UserError(f"the {what} is not finite at step {self.step}; its batch is in {path}")
 
     def validate(self) -> dict[str, float]:
         report = evaluate(self.model, self.validation, self.objective.losses, self.recipe.training.autocast)
         self.model.train()
+        self.validated = {name.removeprefix("loss_"): value for name, value in report.items()}
         return {f"validation_{name}": value for name, value in report.items()}
 
     # --- files ---
 
     def save(self, name: str) -> None:
+        """Write the folder "last" or "best". Raises `UserError` naming it when that fails; then it is as it was."""
+        save_folder(
+            self.out / name, self.model, self.tokenizer, eos_token_ids=self.eos, defaults=self.defaults,
+            more=self._save_state if name == "last" else None,
+        )  # fmt: skip
+
+    def _save_state(self, folder: Path) -> None:
         state = {
             "model": self.model.state_dict(), "optimizers": self.optimizers.state_dict(), "step": self.step,
             "tokens": self.tokens, "best": self.best,
         }  # fmt: skip
-        with replaced_folder(self.out / name) as new:
-            save_folder(new, self.model, self.tokenizer, eos_token_ids=self.eos, defaults=self.defaults)
-            if name == "last":
-                torch.save(state, new / "trainer.pt")
+        try:
+            with open(folder / "trainer.pt", "wb") as file:
+                torch.save(state, file)
+        except RuntimeError as error:  # the writer's own, on top of what the system said
+            cause = error.__context__
+            raise cause if isinstance(cause, OSError) else OSError(f"trainer.pt: {_reason(error)}") from None
 
     def _restore(self) -> None:
         path = self.out / "last" / "trainer.pt"
         try:
-            state = torch.load(path, weights_only=True)
+            state = _checked_state(torch.load(path, weights_only=True))
             self.model.load_state_dict(state["model"])
             self.optimizers.load_state_dict(state["optimizers"])
-            self.step, self.tokens, self.best = state["step"], state["tokens"], state["best"]
         except FileNotFoundError:
             raise UserError(f"nothing to resume: {path} does not exist") from None
         except Exception as error:  # torch's unpickler has no error of its own: IndexError, EOFError, RuntimeError, ...
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise UserError(f"{path} is broken or does not fit the recipe: {reason}") from None
+            raise UserError(f"{path} is broken or does not fit the recipe: {_reason(error)}") from None
+        self.step, self.tokens, self.best = state["step"], state["tokens"], state["best"]
         _truncate_metrics(self.out / "metrics.jsonl", self.step)
 
     def log(self, record: dict[str, Any]) -> None:
@@ -206,17 +217,51 @@ class Run:
             file.write(json.dumps(record) + "\n")
 
 
+def _reason(error: Exception) -> str:
+    """What an error says, as one line of bearable length."""
+    text = one_line(error) or type(error).__name__
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+STATE = {"model": dict, "optimizers": list, "step": int, "tokens": int, "best": float}  # what trainer.pt holds
+
+
+def _checked_state(state: Any) -> dict[str, Any]:
+    """What was read from trainer.pt, if it is what `Run.save` writes there; else a `ValueError` says what is not."""
+    if not isinstance(state, dict):
+        raise ValueError(f"it holds a {type(state).__name__}, not the state of a run")
+    for name, kind in STATE.items():
+        if not isinstance(state.get(name), kind):
+            raise ValueError(f"its {name!r} is " + ("of a wrong kind" if name in state else "missing"))
+    return state
+
+
 def _truncate_metrics(path: Path, step: int) -> None:
-    """Forget what was logged after the checkpoint (it will be computed again), and a last line that was cut short."""
-    if path.exists():
-        kept = []
-        for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-            if not line.endswith("\n") or json.loads(line)["step"] > step:
-                break
-            kept.append(line)
-        part = path.with_name(".metrics.tmp")
-        part.write_text("".join(kept), encoding="utf-8")
+    """Forget what was logged after the checkpoint (it will be computed again), a last line that was cut short, and
+    lines that cannot be read; of the latter, say how many."""
+    if not path.exists():
+        return
+    lines = [line for line in path.read_bytes().split(b"\n")[:-1] if line.strip()]
+    steps = [_step_of(line) for line in lines]
+    if lost := steps.count(None):
+        _note(f"{path}: {lost:,} lines cannot be read and were dropped")
+    part = path.with_name(".metrics.tmp")
+    kept = (line for line, logged in zip(lines, steps, strict=True) if logged is not None and logged <= step)
+    try:
+        part.write_bytes(b"".join(line + b"\n" for line in kept))
         os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _step_of(line: bytes) -> int | None:
+    """The step of a line of metrics.jsonl; None if it is no such line."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    step = record.get("step") if isinstance(record, dict) else None
+    return step if isinstance(step, int) else None
 
 
 @contextmanager
@@ -274,6 +319,8 @@ def _note_changes(recipe: Recipe, out: Path, step: int) -> None:
         before, now = json.loads(path.read_text(encoding="utf-8")), json.loads(json.dumps(asdict(recipe)))
     except (OSError, ValueError):
         return
+    if not isinstance(before, dict):
+        return
     changed = [
         f"{section}.{key} is {value!r}, was {before[section].get(key)!r}"
         for section, table in now.items() if isinstance(table, dict) and isinstance(before.get(section), dict)
@@ -293,12 +340,24 @@ def _alone(out: Path) -> Iterator[None]:
     except OSError as error:
         raise UserError(f"{out}: cannot be written ({error.strerror})") from None
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{out} is in use by another process") from None
         yield
-    except BlockingIOError:
-        raise UserError(f"{out} is in use by another process") from None
     finally:
         os.close(lock)
+
+
+@contextmanager
+def _files_of(out: Path) -> Iterator[None]:
+    """The log, the rows, the recipe: what the system says of a file of the run names the run's folder."""
+    try:
+        yield
+    except BrokenPipeError:  # whoever read the progress has gone
+        raise
+    except OSError as error:
+        raise UserError(f"{out}: {one_line(error)}") from None
 
 
 def _write_recipe(recipe: Recipe, out: Path) -> None:
@@ -311,16 +370,17 @@ def train(
 ) -> Run:  # fmt: skip
     """Run a recipe in folder `out`. `decode(model, tokenizer, limit)` measures accuracy by decoding, if the recipe asks for it.
 
-    `progress(done, total, note)` is told how far it has come, every `log_every` steps.
+    `progress(done, total, note)` is told how far it has come, every `log_every` steps; the note holds the loss, and that of
+    the last validation.
     Ctrl-C or SIGTERM: the step is finished and saved, and the run returned as it is, with `step` below `max_steps`.
     Raises `UserError` when `out` holds a run already and `resume` is not set, when there is nothing to resume or it does not
-    fit the recipe, and when the loss is not finite any more.
+    fit the recipe, when a file of the run cannot be written, and when the loss is not finite any more.
     """
     for name in ignored(recipe):
         _note(f"{name} has no effect with {recipe.objective.method}")
     if resume and not out.exists():
         raise UserError(f"nothing to resume: {out} holds no run")
-    with _alone(out):
+    with _files_of(out), _alone(out):
         run = Run(recipe, out, device, resume=_prepare(recipe, out, resume))
         if run.dropped:
             _note(f"{run.dropped:,} rows are longer than the context and were dropped")
@@ -338,12 +398,15 @@ def _loop(run: Run, decode: Decode | None, progress: Progress) -> None:
         while run.step < settings.max_steps:
             report = run.advance()
             done = run.step == settings.max_steps
-            if run.step % settings.log_every == 0 or done:
+            due = run.step % settings.log_every == 0 or done
+            if due:
                 speed = (run.tokens - tokens) / (time.monotonic() - began)
                 began, tokens = time.monotonic(), run.tokens
                 run.log({"step": run.step, **report, "tokens": run.tokens, "tokens_per_second": round(speed, 1)})
-                progress(run.step, settings.max_steps, f"loss {report['loss']:.3f}  {speed:,.0f} tokens/s")
             _measure(run, decode, done)
+            if due:
+                checked = "".join(f"  val {name} {value:.3f}" for name, value in run.validated.items())
+                progress(run.step, settings.max_steps, f"loss {report['loss']:.3f}{checked}  {speed:,.0f} tokens/s")
             stop = interrupted()
             if run.step % settings.save_every == 0 or done or stop:
                 run.save("last")

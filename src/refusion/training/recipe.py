@@ -14,7 +14,8 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from refusion.config import UserError, nearest
+from refusion.config import LARGEST_SHAPE, UserError, nearest
+from refusion.methods.registry import METHODS
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,9 @@ class ModelRecipe:
 
 @dataclass(frozen=True)
 class ObjectiveRecipe:
-    """How rows are corrupted; see `ReFusionObjective` and `AutoregressiveObjective`."""
+    """How rows are corrupted; see `ReFusionObjective`, `AutoregressiveObjective` and `BlockObjective`."""
 
-    method: str  # "refusion" or "autoregressive"
+    method: str  # see methods/registry.py
     prompt_loss: bool = False
     slot_sizes: tuple[int, ...] = (4, 8, 16, 32)
     slot_weights: tuple[float, ...] | None = None
@@ -61,6 +62,8 @@ class ObjectiveRecipe:
     eos_fill: bool = False
     unrolled_fraction: float = 0.0
     first_token_weight: float = 1.0
+    block_sizes: tuple[int, ...] = (8,)
+    noise_range: tuple[float, ...] = (0.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -132,8 +135,7 @@ class Recipe:
 def ignored(recipe: Recipe) -> list[str]:
     """Settings that were given and have no effect, by their full names."""
     method = recipe.objective.method
-    idle = [f.name for f in fields(ObjectiveRecipe) if f.name not in ("method", "prompt_loss")]
-    idle = idle if method == "autoregressive" else ["prompt_loss"]
+    idle = {f.name for f in fields(ObjectiveRecipe)} - METHODS[method].settings - {"method"}
     names = [f"objective.{f.name}" for f in fields(ObjectiveRecipe)
              if f.name in idle and getattr(recipe.objective, f.name) != f.default]  # fmt: skip
     if method == "autoregressive" and recipe.data.infill_fraction and recipe.objective.prompt_loss:
@@ -143,7 +145,7 @@ def ignored(recipe: Recipe) -> list[str]:
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "data.suite": ("nano",),
-    "objective.method": ("refusion", "autoregressive"),
+    "objective.method": tuple(METHODS),
     "objective.corruption": ("count", "bernoulli"),
     "objective.normalisation": ("targets", "upstream"),
     "training.optimizer": ("adamw", "muon"),
@@ -151,9 +153,22 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 SHARES = {  # settings between 0 and 1
     "infill_fraction", "autoregressive_fraction", "partial_slot_fraction", "unrolled_fraction", "min_lr_ratio",
-    "decay_fraction", "beta1", "beta2",
+    "decay_fraction", "beta1", "beta2", "noise_range",
 }  # fmt: skip
 FROM_ZERO = {"seed", "warmup_steps", "every", "decode_every"}  # whole numbers that may be 0; all others are at least 1
+# Generous: what is larger fills the memory, or does not fit the numbers of torch and numpy.
+LARGEST: Mapping[str, float] = {
+    **LARGEST_SHAPE, "vocabulary": 1_000_000, "seed": 2**63 - 1, "threads": 1024, "batch_size": 1_000_000,
+    "micro_batch_size": 1_000_000, "slot_sizes": 1_000_000, "rows_per_family": 100_000_000, "rows": 10_000_000,
+    "decode_limit": 1_000_000, "family_weights": 1000,
+}  # fmt: skip
+LARGEST_OTHER = 1_000_000_000  # steps, and numbers of every other kind
+
+
+def _check_size(name: str, key: str, number: float) -> None:
+    most = LARGEST.get(name, LARGEST_OTHER)
+    if most < number < math.inf:  # that it is finite is another check
+        raise UserError(f"{key} must be at most {most:,}, got {_short(number)}")
 
 
 def _check(section: str, name: str, value: Any) -> None:
@@ -162,12 +177,13 @@ def _check(section: str, name: str, value: Any) -> None:
     if key in CHOICES and value not in CHOICES[key]:
         raise UserError(f"{key} must be one of {', '.join(CHOICES[key])}, got {value!r}{nearest(value, CHOICES[key])}")
     if key == "data.vocabulary" and value < 300:
-        raise UserError(f"{key} must be at least 300 (256 bytes, the special tokens, and some to learn), got {value}")
+        raise UserError(f"{key} must be at least 300 (256 bytes, the special tokens, and some to learn), got {_short(value)}")
     for number in value if isinstance(value, tuple) else (value,):
         if isinstance(number, int) and not isinstance(number, bool):
             least = 0 if name in FROM_ZERO else 1
             if number < least:
-                raise UserError(f"{key} must be at least {least}, got {number}")
+                raise UserError(f"{key} must be at least {least}, got {_short(number)}")
+            _check_size(name, key, number)
         elif isinstance(number, float):
             if name in SHARES and not 0 <= number <= 1:
                 raise UserError(f"{key} must be between 0 and 1, got {number}")
@@ -175,6 +191,7 @@ def _check(section: str, name: str, value: Any) -> None:
                 raise UserError(f"{key} must be less than 1, got 1.0")
             if not math.isfinite(number) or number < 0:
                 raise UserError(f"{key} must be a finite number of at least 0, got {number}")
+            _check_size(name, key, number)
 
 
 def load(path: Path, overrides: Mapping[str, str] | None = None) -> Recipe:
@@ -185,11 +202,16 @@ def load(path: Path, overrides: Mapping[str, str] | None = None) -> Recipe:
         raise UserError(f"no such recipe: {path}") from None
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no TOML, no text, numbers of thousands of digits
         raise UserError(f"{path}: {error}") from None
     for key, text in (overrides or {}).items():
         _override(table, key.replace("-", "_"), text, str(path))
-    recipe: Recipe = _build(Recipe, table, str(path), "")
+    return from_table(table, str(path))
+
+
+def from_table(table: Mapping[str, Any], source: str) -> Recipe:
+    """A recipe from TOML tables; `source` is what a complaint names."""
+    recipe: Recipe = _build(Recipe, dict(table), source, "")
     return recipe
 
 
@@ -201,7 +223,7 @@ def _override(table: dict[str, Any], key: str, text: str, source: str) -> None:
             raise UserError(f"{source}: cannot set {key!r}, since {section!r} is not a table")
     try:
         table[last] = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         table[last] = text
 
 
@@ -235,7 +257,10 @@ def _names(kind: Any) -> set[str]:
 
 def _short(value: object) -> str:
     """A value as one line of bearable length."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no number of more than 4,300 digits
+        return "a number of thousands of digits"
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -252,7 +277,7 @@ def _convert(hint: Any, value: Any, source: str, key: str) -> Any:
             raise UserError(f"{source}: {key} must be a list, got {_short(value)}")
         return tuple(_convert(get_args(hint)[0], entry, source, key) for entry in value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        return float(max(-(10**300), min(10**300, value)))  # what is larger is too large for a float, and for any key
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
         raise UserError(f"{source}: {key} must be {KINDS[hint]}, got {_short(value)}")
     return value

@@ -21,12 +21,13 @@ def visible(batch: Batch) -> Tensor:
     """Which tokens (last axis) each token sees, bool [B or 1, 1, T, T]: `TrainingRow` has the rule."""
     width = batch.tokens.shape[1]
     causal = torch.ones(width, width, dtype=torch.bool).tril()
-    if not batch.segments.any():
+    if batch.segments.max() == 0 and not batch.bidirectional.any():
         return causal[None, None]
     segments, prefixes = torch.from_numpy(batch.segments), torch.from_numpy(batch.prefixes)
     own = segments[:, :, None] == segments[:, None, :]
     shared = torch.arange(width) < prefixes[:, :, None]
-    return (causal & (own | shared))[:, None]
+    either_way = torch.from_numpy(batch.bidirectional)[:, None, None]
+    return ((own & (causal | either_way)) | (shared & causal))[:, None]
 
 
 def loss_sums(model: Transformer, batch: Batch, losses: int, autocast: bool) -> Tensor:

@@ -37,9 +37,11 @@ def encode(tokenizer: Tokenizer, item: Item) -> tuple[list[int], list[int]]:
 
 
 def rows(
-    tokenizer: Tokenizer, split: str, per_family: int, seed: int, cache: Path, weights: Sequence[float] | None = None
-) -> RowStore:
-    """`per_family` rows of every family, times its weight, from `cache` if they were made before."""
+    tokenizer: Tokenizer, split: str, per_family: int, seed: int, context: int, cache: Path,
+    weights: Sequence[float] | None = None,
+) -> tuple[RowStore, int]:  # fmt: skip
+    """`per_family` rows of every family, times its weight, from `cache` if they were made before; and how many of them
+    were dropped because they are longer than `context` tokens. Raises `UserError` when nothing is left."""
     weights = weights or [1] * len(FAMILIES)
     counts = [round(per_family * weight) for weight in weights]
     if len(weights) != len(FAMILIES) or sum(counts) < 1:
@@ -52,4 +54,8 @@ def rows(
 
     sample = tokenizer.encode("the quick brown fox 0123 def f(xs): return")
     fingerprint = [VERSION, split, counts, seed, tokenizer.vocab_size, sample, tokenizer.chat_template]
-    return cached_store(cache / f"{split}.npz", fingerprint, lambda: RowStore.build(encoded()))
+    store = cached_store(cache / f"{split}.npz", fingerprint, lambda: RowStore.build(encoded()))
+    kept = store.within(context)
+    if len(kept) == 0:
+        raise UserError(f"every row of the suite's {split} split is longer than the model's context of {context} tokens")
+    return kept, len(store) - len(kept)

@@ -21,12 +21,12 @@ from typing import TypeVar
 from refusion.config import DecodeConfig
 from refusion.events import Committed, Drafted, Event, Finished, Selected, Verified
 from refusion.methods.base import Answer, Decoder, Forward, TokenIds
-from refusion.methods.refusion.select import choose
+from refusion.methods.refusion.select import choose, score
 from refusion.methods.refusion.verify import accepted_run, cut_at_end, judge
 from refusion.sampling import Shaping, uniform
 from refusion.slots import Layout
 
-Drafts = dict[int, tuple[list[int], float]]  # slot -> drafted tokens, score
+Drafts = dict[int, tuple[list[int], list[float]]]  # slot -> drafted tokens, their probabilities
 T = TypeVar("T")
 Move = Generator[Forward | Event, Answer | None, T]  # a part of the decoder that returns a T
 
@@ -82,6 +82,8 @@ class _Decoding:
         assert s.slot_threshold is not None and s.token_threshold is not None
         assert s.temperature is not None and s.top_k is not None and s.top_p is not None
         self.layout = Layout(s.max_new_tokens, s.slot_size, s.block_size)
+        assert s.slot_order is not None and s.slot_score is not None and s.recompute is not None
+        self.slot_order, self.slot_score, self.recompute = s.slot_order, s.slot_score, s.recompute
         self.mask, self.seed = self.ids.mask, s.seed
         self.slot_threshold, self.token_threshold = s.slot_threshold, s.token_threshold
         self.shaping = Shaping(s.temperature, s.top_k, s.top_p)
@@ -111,10 +113,10 @@ class _Decoding:
     def choose(self) -> Move[list[int]]:
         """The slots over the slot threshold, or the best one."""
         slots = list(self.drafts)
-        scores = [self.drafts[slot][1] for slot in slots]
-        chosen = [slots[i] for i in choose(scores, self.slot_threshold)]
-        yield Selected(self.round, tuple(chosen), tuple(self.drafts[slot][1] for slot in chosen))
-        return chosen
+        scores = [score(self.drafts[slot][1], self.slot_score) for slot in slots]
+        chosen = choose(scores, self.slot_threshold, self.slot_order)
+        yield Selected(self.round, tuple(slots[i] for i in chosen), tuple(scores[i] for i in chosen))
+        return [slots[i] for i in chosen]
 
     def verify(self, chosen: list[int], block: int) -> Move[list[_Slot]]:
         """One forward over all chosen drafts; commits the leading whole slots, or all up to an accepted end. If there
@@ -148,7 +150,10 @@ class _Decoding:
             slots, rows = yield from self._reverify(slots, redrafted)
         self._keep = tuple(row for slot in slots for row in rows[slot.index][: len(slot.tokens)])
         positions = [slot.start + i for slot in slots for i in range(len(slot.tokens))]
-        yield self._commit(positions, [token for slot in slots for token in slot.tokens])
+        tokens = [token for slot in slots for token in slot.tokens]
+        if self.recompute and len(slots) > 1:
+            yield from self._recompute(tokens, positions)
+        yield self._commit(positions, tokens)
 
     # --- complete, in detail ---
 
@@ -212,6 +217,15 @@ class _Decoding:
                 self._extend(slot, drafts[:accepted])
         return _until_ended(slots, self.eos), where
 
+    def _recompute(self, tokens: Sequence[int], positions: Sequence[int]) -> Move[None]:
+        """Keys and values of all completed slots in one causal row (the paper's Table 8); the former ones are forgotten."""
+        rows = _Rows()
+        for token, position in zip(tokens, positions, strict=True):
+            rows.add(token, position)
+        self._keep = ()
+        yield from self._forward(rows)
+        self._keep = tuple(range(len(tokens)))
+
     # --- shared ---
 
     def _forward(self, rows: _Rows) -> Move[Answer]:
@@ -239,15 +253,16 @@ class _Decoding:
             rows.uniforms.append(uniform(self.seed, round, turn, rows.positions[-1]))
 
     def _read_drafts(self, answer: Answer, positions: Sequence[int]) -> None:
-        """Answers at masked positions -> drafts by slot; the score is the first position's probability."""
+        """Answers at masked positions -> drafts by slot."""
         self.drafts = {}
         self._drafted = (tuple(positions), answer.tokens, answer.probabilities)
         for position, token, probability in zip(positions, answer.tokens, answer.probabilities, strict=True):
             slot = self.layout.slot_of(position)
             if slot in self.drafts:
                 self.drafts[slot][0].append(token)
+                self.drafts[slot][1].append(probability)
             else:
-                self.drafts[slot] = ([token], probability)
+                self.drafts[slot] = ([token], [probability])
 
     def _verified(
         self, positions: Sequence[int], tokens: Sequence[int], probabilities: Sequence[float | None], accepted: int

@@ -1,0 +1,285 @@
+"""`refusion bench`: models and methods on the same prompts, so that the figures can be compared.
+
+What makes it fair:
+* one engine for all, and the same weights token by token always beside it;
+* the same prompts, in turn: for every prompt each contestant answers once before the next prompt comes, in an order that
+  rotates, so that a machine that gets slower or faster favours none;
+* warm-up before the clock, several repeats, the median and its interval (bootstrap over prompts);
+* tokens after the end never count; tokens per forward is all tokens over all forwards.
+
+Contract: knows nothing of the terminal; `run` returns plain JSON values. Times are wall clock on an otherwise idle machine:
+nothing here can know whether it is.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from refusion.config import CONFIGS, GenerationConfig, UserError, nearest
+from refusion.evaluation import procedural
+from refusion.events import Committed, Event
+from refusion.generate import Model, Result
+
+Progress = Callable[[int, int, str], None]
+BASELINE = "autoregressive"
+RESAMPLES = 1000  # of the bootstrap
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A model with the settings that it is measured at."""
+
+    model: Model
+    config: GenerationConfig
+
+    @property
+    def label(self) -> str:
+        return f"{self.model.name}, {self.config.method}"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One answer and what it took. All times in seconds."""
+
+    result: Result
+    right: bool
+    first_event: float  # until the first forward was done: prompt included
+    first_commit: float
+    memory: int  # bytes
+
+
+@dataclass
+class Measured:
+    """All answers of one contestant, by repeat and prompt."""
+
+    contestant: Contestant
+    repeats: list[list[Measurement]] = field(default_factory=list)
+
+    def row(self, rng: random.Random) -> dict[str, Any]:
+        """The figures, as `run` reports them."""
+        first = self.repeats[0]
+        stats = [m.result.stats for m in first]
+        tokens, forwards = sum(s.tokens for s in stats), sum(s.forwards for s in stats)
+        method = self.contestant.config.method
+        speeds = [_speed(repeat) for repeat in self.repeats]
+        later = [_speed(repeat, after_first=True, early=int(method == BASELINE)) for repeat in self.repeats]
+        accuracy = sum(m.right for m in first) / len(first)
+        latencies = sorted(m.result.stats.seconds for repeat in self.repeats for m in repeat)
+        return {
+            "model": self.contestant.model.name, "method": method,
+            "settings": self.contestant.model.settings(self.contestant.config).to_dict(),
+            "parameters": self.contestant.model.folder.parameters, "batch_size": 1, "n": len(first),
+            "accuracy": accuracy, "stderr": math.sqrt(accuracy * (1 - accuracy) / len(first)),
+            "tokens": tokens, "forwards": forwards, "tokens_per_forward": tokens / max(1, forwards),
+            "rows_per_token": sum(s.rows for s in stats) / max(1, tokens),
+            "tokens_per_second": statistics.median(speeds),
+            "tokens_per_second_interval": _interval(self.repeats, rng),
+            "tokens_per_second_after_first_forward": statistics.median(later),
+            "first_commit_seconds": statistics.median(m.first_commit for repeat in self.repeats for m in repeat),
+            "latency_seconds": {f"p{p}": _percentile(latencies, p) for p in (50, 90, 99)},
+            "peak_memory_bytes": max(m.memory for repeat in self.repeats for m in repeat),
+            "repeats": len(self.repeats),
+        }  # fmt: skip
+
+
+def _speed(measurements: Sequence[Measurement], after_first: bool = False, early: int = 0) -> float:
+    """Tokens a second over all answers. With `after_first`, without the time of each answer's first forward, which holds the
+    prompt, and without the `early` tokens that are written by then."""
+    tokens = sum(m.result.stats.tokens - early for m in measurements)
+    seconds = sum(m.result.stats.seconds - (min(m.first_event, m.result.stats.seconds) if after_first else 0) for m in measurements)
+    return tokens / seconds if seconds > 0 else 0.0
+
+
+def _interval(repeats: Sequence[Sequence[Measurement]], rng: random.Random) -> list[float]:
+    """95% interval of tokens a second, by bootstrap over prompts (each with all its repeats)."""
+    count = len(repeats[0])
+    tokens = [sum(repeat[i].result.stats.tokens for repeat in repeats) for i in range(count)]
+    seconds = [sum(repeat[i].result.stats.seconds for repeat in repeats) for i in range(count)]
+    speeds = []
+    for _ in range(RESAMPLES):
+        chosen = rng.choices(range(count), k=count)
+        speeds.append(sum(tokens[i] for i in chosen) / max(1e-9, sum(seconds[i] for i in chosen)))
+    speeds.sort()
+    return [speeds[int(0.025 * RESAMPLES)], speeds[int(0.975 * RESAMPLES) - 1]]
+
+
+def _percentile(ordered: Sequence[float], percent: float) -> float:
+    """The value that `percent` of the ordered values do not exceed (nearest rank).
+
+    >>> _percentile([1.0, 2.0, 3.0, 4.0], 50), _percentile([1.0, 2.0, 3.0, 4.0], 99)
+    (2.0, 4.0)
+    """
+    return ordered[max(0, -(-int(percent * len(ordered)) // 100) - 1)]
+
+
+# --- the run
+
+
+def contestants(models: Sequence[Model], methods: Sequence[str], settings: Sequence[dict[str, Any]]) -> list[Contestant]:
+    """Every model with every method that it can do, at every setting, and token by token always.
+
+    settings: each a set of settings by name; a method takes those that it knows, and counts once what becomes the same. Raises
+    `UserError` for an unknown method, or one that no model can do.
+    """
+    for name in methods:
+        if name not in CONFIGS:
+            raise UserError(f"unknown method {name!r}; there is {', '.join(CONFIGS)}{nearest(name, CONFIGS)}")
+    wanted = list(dict.fromkeys([*methods, BASELINE]))
+    found: dict[str, Contestant] = {}
+    for model in models:
+        for name in wanted:
+            if name != BASELINE and not model.has_mask:
+                continue
+            for given in settings or [{}]:
+                known = {key: value for key, value in given.items() if key in CONFIGS[name].__dataclass_fields__}
+                contestant = Contestant(model, CONFIGS[name](**known))
+                found.setdefault(f"{model.name} {name} {model.settings(contestant.config)}", contestant)
+    missing = set(methods) - {c.config.method for c in found.values()}
+    if missing:
+        raise UserError(f"none of the models can write by {', '.join(sorted(missing))}: that needs a mask token")
+    return list(found.values())
+
+
+def run(
+    entries: Sequence[Contestant], *, suite: str = "nano", split: str = "test", limit: int = 10, repeats: int = 3,
+    warmup: int = 2, seed: int = 0, progress: Progress | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Measure all contestants on the first `limit` tasks of every family.
+
+    Returns {"rows": [...], "machine": {...}, "suite", "split"}; a row has the figures of one contestant. Answers are the same in
+    every repeat, so accuracy is that of the first.
+    """
+    if suite != "nano":
+        raise UserError(f"unknown suite {suite!r}; there is nano")
+    for name, value, least in (("limit", limit, 1), ("repeats", repeats, 1), ("warmup", warmup, 0)):
+        if value < least:
+            raise UserError(f"{name} must be at least {least}, got {value}")
+    items = [item for family in procedural.FAMILIES for item in procedural.take(family, split, limit)]
+    for item in items[:: max(1, len(items) // max(1, warmup))][:warmup]:
+        for entry in entries:
+            measure(entry, item)
+    measured = [Measured(entry) for entry in entries]
+    total, done = repeats * len(items) * len(entries), 0
+    for repeat in range(repeats):
+        for one in measured:
+            one.repeats.append([])
+        for number, item in enumerate(items):
+            for one in _rotated(measured, repeat + number):
+                one.repeats[-1].append(measure(one.contestant, item))
+                done += 1
+                if progress is not None:
+                    progress(done, total, one.contestant.config.method)
+    rng = random.Random(seed)
+    rows = [one.row(rng) for one in measured]
+    _add_ratios(rows)
+    return {"suite": suite, "split": split, "rows": rows, "machine": machine(entries[0].model)}
+
+
+def _rotated(entries: list[Measured], by: int) -> list[Measured]:
+    by %= len(entries)
+    return entries[by:] + entries[:by]
+
+
+def _add_ratios(rows: list[dict[str, Any]]) -> None:
+    """How many times faster than the same model token by token, in this run."""
+    base = {row["model"]: row["tokens_per_second"] for row in rows if row["method"] == BASELINE}
+    for row in rows:
+        row["speedup"] = row["tokens_per_second"] / base[row["model"]] if base.get(row["model"]) else None
+
+
+def measure(entry: Contestant, item: procedural.Item) -> Measurement:
+    """One answer; the time of what is done here between two events is not the model's."""
+    _reset_memory(entry.model)
+    stream = entry.model.stream(item.prompt, entry.config)
+    began, first_event, first_commit, memory = time.perf_counter(), 0.0, 0.0, 0
+    while True:
+        try:
+            event: Event = next(stream)
+        except StopIteration as stop:
+            result: Result = stop.value
+            break
+        now = time.perf_counter() - began
+        first_event = first_event or now
+        if isinstance(event, Committed) and not first_commit:
+            first_commit = now
+        memory = max(memory, _memory(entry.model))
+    return Measurement(result, item.check(result.text), first_event, first_commit or result.stats.seconds, memory)
+
+
+# --- the machine
+
+
+def _reset_memory(model: Model) -> None:
+    device = model.transformer.lm_head.weight.device
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _memory(model: Model) -> int:
+    """Bytes: on CUDA the peak that torch had allocated, on a CPU what the whole process holds now (0 where unknown)."""
+    device = model.transformer.lm_head.weight.device
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def machine(model: Model) -> dict[str, Any]:
+    """What the figures were measured on."""
+    weight = model.transformer.lm_head.weight
+    device = torch.cuda.get_device_name(weight.device) if weight.device.type == "cuda" else _processor()
+    return {
+        "device": device, "cores": os.cpu_count(), "threads": torch.get_num_threads(),
+        "dtype": str(weight.dtype).removeprefix("torch."), "torch": torch.__version__, "python": platform.python_version(),
+        "system": platform.system(), "time": datetime.now(UTC).isoformat(timespec="seconds"),
+    }  # fmt: skip
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+# --- for people
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The report as a Markdown table."""
+    head = (
+        "| model | method | accuracy | tokens/forward | rows/token | tokens/s (95%) | after the first forward | speed-up "
+        "| first commit | p50 / p99 | memory |"
+    )
+    lines = [head, "|" + "---|" * (head.count("|") - 1)]
+    for row in report["rows"]:
+        low, high = row["tokens_per_second_interval"]
+        latency = row["latency_seconds"]
+        lines.append(
+            f"| {row['model']} | {row['method']} | {row['accuracy']:.3f} | {row['tokens_per_forward']:.2f} "
+            f"| {row['rows_per_token']:.1f} | {row['tokens_per_second']:,.0f} ({low:,.0f}-{high:,.0f}) "
+            f"| {row['tokens_per_second_after_first_forward']:,.0f} "
+            f"| {row['speedup']:.2f} | {row['first_commit_seconds'] * 1000:.0f} ms "
+            f"| {latency['p50'] * 1000:.0f} / {latency['p99'] * 1000:.0f} ms | {row['peak_memory_bytes'] / 2**20:,.0f} MiB |"
+        )
+    m = report["machine"]
+    where = f"{m['device']}, {m['threads']} of {m['cores']} cores, {m['dtype']}, torch {m['torch']}"
+    count = report["rows"][0]
+    note = f"{count['n']} tasks ({report['suite']}, {report['split']} split), {count['repeats']} repeats, methods in turn. {where}."
+    return "\n".join([*lines, "", note])
