@@ -93,10 +93,11 @@ def test_attacks_are_contained(name: str, tmp_path: Path) -> None:
     secret, mark = tmp_path / "secret", tmp_path / "mark"
     secret.write_text("secret")
     code, reason = ATTACKS[name]
+    seconds = 1 if reason == "out of time" else 60  # a busy machine takes a while to start a process
     began = time.monotonic()
-    outcome = run_program(code.replace("MARK", str(mark)).replace("SECRET", str(secret)), seconds=3)
+    outcome = run_program(code.replace("MARK", str(mark)).replace("SECRET", str(secret)), seconds=seconds)
     assert outcome.startswith(reason), outcome
-    assert time.monotonic() - began < 6
+    assert time.monotonic() - began < seconds + 30
     assert [path.name for path in tmp_path.iterdir()] == ["secret"]
 
 

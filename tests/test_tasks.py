@@ -206,7 +206,6 @@ def test_code_is_found(response: str) -> None:
 
 
 def test_code_that_misbehaves_is_wrong_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("refusion.evaluation.tasks.code.SECONDS", 2.0)
     task = TASKS["mbpp"]
     item = next(item for item in items_of("mbpp, sanitized"))
     mark = tmp_path / "mark"
@@ -216,6 +215,7 @@ def test_code_that_misbehaves_is_wrong_and_says_why(tmp_path: Path, monkeypatch:
         "import socket; socket.socket()": "ImportError: socket", "import sys; sys.exit(0)": "SystemExit",
     }  # fmt: skip
     for code, note in bad.items():
+        monkeypatch.setattr("refusion.evaluation.tasks.code.SECONDS", 1.0 if note == "out of time" else 60.0)
         verdict = task.verdict(item, f"```python\n{code}\ndef diagonal(a, b):\n  return 5\n```")
         assert not verdict.right and verdict.note.startswith(note), (code, verdict.note)
     assert not mark.exists()
