@@ -54,6 +54,7 @@ SLOTS = Group("Slots: how much is written at once", sort_key=3)
 MASKED = Group("Masked diffusion: how much is written at once by --method llada and dream", sort_key=4)
 WRITING = Group("Writing: length, chance and end", sort_key=5)
 RUN = Group("Run", sort_key=1)
+BENCHMARK = Group("Published benchmarks", sort_key=2)
 
 
 def _switch(group: Group, help: str) -> Parameter:
@@ -178,6 +179,14 @@ LimitFlag = Annotated[
     int,
     _number(RUN, "Take the first N tasks of each family. Higher: surer figures, longer wait; to report, 100 or more."),
 ]
+EvalLimitFlag = Annotated[
+    int | None,
+    _number(RUN, "Take the first N tasks of each family (default: 20), or N items of a benchmark (default: all). Higher: surer "
+            "figures, longer wait; to report, 100 or more."),
+]  # fmt: skip
+TASK_HELP = "A published benchmark: gsm8k, math, humaneval, mbpp, arc-c, mmlu-pro, gpqa, bbh, aqua. Needs --data."
+PRESET_HELP = "default: the model's own settings, answers of up to 512 tokens. paper: the paper's settings for the task. Flags win."
+SAMPLES_HELP = "Where every answer is written, as JSON Lines. Default: samples-TASK-MODEL.jsonl."
 OverridesFlag = Annotated[
     str,
     Parameter(group=RUN, allow_leading_hyphen=True, help="Any key of the recipe, such as --training.max-steps 500."),
@@ -313,21 +322,46 @@ def evaluate(
     model: ModelFlag = "nano",
     suite: Annotated[str, Parameter(group=RUN, help="The set of tasks. There is one: nano.")] = "nano",
     split: Annotated[str, Parameter(group=RUN, help="test, validation or hard (larger numbers, ...).")] = "test",
-    limit: LimitFlag = 20,
+    limit: EvalLimitFlag = None,
     method: MethodFlag = None,
     device: DeviceFlag = None,
     dtype: DtypeFlag = None,
     threads: ThreadsFlag = None,
+    task: Annotated[str | None, Parameter(group=BENCHMARK, help=TASK_HELP)] = None,
+    data: Annotated[Path | None, Parameter(group=BENCHMARK, help="Its file, as published, or the folder of it.")] = None,
+    preset: Annotated[str, Parameter(group=BENCHMARK, help=PRESET_HELP)] = "default",
+    samples: Annotated[Path | None, Parameter(group=BENCHMARK, help=SAMPLES_HELP)] = None,
+    resume: Annotated[bool, _switch(BENCHMARK, "Go on with the answers in --samples, where they stopped.")] = False,
     json: Annotated[bool, _switch(RUN, "Print one JSON object instead of a table.")] = False,
     settings: SettingsFlags = UNSET,
-) -> None:
+) -> int:
     """Measure accuracy and tokens per forward on tasks with one right answer.
 
-    Every answer is judged by a checker; code is run in a sandbox.
+    Without --task, on the package's own suite. Every answer is judged by a
+    checker; code is run in a sandbox.
     For example:
       refusion eval --model nano --split test --limit 100
+      refusion eval --task gsm8k --data gsm8k/test.jsonl --limit 100 --resume
     """
     given = _given(settings, method)
+    if task is not None:
+        from refusion.evaluation import benchmark
+
+        benchmark.check(task, data, preset, limit)
+        loaded = _load(model, device, dtype, threads)
+        try:
+            with bar(task) as progress:
+                report = benchmark.run(
+                    loaded, task, data, config=_config(given, method, loaded), preset_name=preset, limit=limit,
+                    samples=samples, resume=resume, progress=progress,
+                )  # fmt: skip
+        except KeyboardInterrupt:
+            print("interrupted; every answer is saved, --resume continues", file=sys.stderr)
+            return INTERRUPTED
+        print(globals()["json"].dumps(report) if json else "\n".join(benchmark.table(report)))
+        return 0
+    if data is not None or samples is not None or resume or preset != "default":
+        raise UserError("--data, --preset, --samples and --resume need --task")
     from refusion.evaluation.procedural import SPLITS
 
     if split not in SPLITS:
@@ -337,8 +371,9 @@ def evaluate(
     loaded = _load(model, device, dtype, threads)
     config = _config(given, method, loaded)
     with bar("tasks") as progress:
-        report = evaluation.evaluate(loaded, suite, split, limit, config, progress)
+        report = evaluation.evaluate(loaded, suite, split, 20 if limit is None else limit, config, progress)
     print(globals()["json"].dumps(report) if json else "\n".join(_table(report)))
+    return 0
 
 
 def _table(report: dict[str, Any]) -> Iterator[str]:
@@ -385,7 +420,7 @@ def bench(
     For example:
       refusion bench --model nano --methods refusion,autoregressive --limit 10
     """
-    given = _given(settings)
+    given = _given(settings, None)
     if batch_sizes.replace(" ", "") != "1":
         raise UserError(f"--batch-sizes must be 1, got {batch_sizes!r}: prompts are answered one after another yet")
     from refusion.evaluation import bench as benchmark

@@ -1,8 +1,12 @@
 """Runs Python code that a model wrote: a process of its own, limits on time and memory, no network, an empty folder.
 
-Contract: `run_function` returns what the function returned, or None when it failed in any way. It never raises because of
-the code, and never takes much longer than it is told. It is meant for the short functions of benchmarks; it is not a boundary
-against a determined attacker.
+Contract: `run_function` returns what the function returned, or None when it failed in any way; `run_program` says whether a
+program with its tests came to its end. Neither raises because of the code, nor takes much longer than it is told. It is meant
+for the short functions of benchmarks; it is not a boundary against a determined attacker.
+
+Two walls stand around the code. Python's: an audit hook refuses what is not named (files, processes, sockets, imports from
+disk). The system's: time, memory, no bytes on the disk, no new descriptor (so no file and no socket, however it is asked
+for), no new process, and no root: a process that has it becomes `nobody` before it runs the code.
 """
 
 from __future__ import annotations
@@ -20,23 +24,35 @@ import time
 from typing import Any
 
 MAX_RESULT = 1_000_000  # bytes
+NOBODY = 65534
+PURE = "__future__ bisect collections copy functools heapq itertools math operator re string typing".split()
+# What programs of benchmarks import, loaded beforehand where the text names them: no file can be opened later.
+LIBRARY = [
+    *PURE,
+    *"abc array base64 binascii calendar cmath contextlib dataclasses datetime decimal difflib enum fractions hashlib".split(),
+    *"io json numbers os pprint queue random secrets statistics struct sys textwrap time timeit traceback types".split(),
+    *"unicodedata unittest uuid warnings zlib".split(),
+]
 
 # The child limits itself and then runs the code. An audit hook refuses whatever is not named: files, processes, sockets,
 # imports from disk, looking at frames. What the code prints goes nowhere: results leave by a pipe of their own, opened by a word
 # that the code does not know, and are written out by functions that it cannot replace (builtins of its own, exact types only).
 _CHILD = r"""
 __builtins__ = dict(vars(__builtins__))  # private to this script: whatever the code changes, it changes elsewhere
+OFFER = '''def offer(name, *rest):
+    if name.split(".")[0] not in offered:
+        raise ImportError(name)
+    return load(name, *rest)
+'''
 
 def main():
-    import builtins, json, posix, resource, sys
-    import __future__, bisect, collections, copy, functools, heapq, itertools, math, operator, re, string, typing
+    import builtins, json, os, posix, resource, sys
     from _json import encode_basestring_ascii as quote
 
     job = json.load(sys.stdin)
     fd = int(sys.argv[1])
-    offered = "__future__ bisect collections copy functools heapq itertools math operator re string typing".split()
     odd_floats = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
-    harmless = {"compile", "exec", "builtins.id"}
+    harmless = {"compile", "exec", "builtins.id", *job["harmless"]}
     write, leave, load = posix.write, posix._exit, builtins.__import__
 
     def text(value):  # as JSON
@@ -53,11 +69,6 @@ def main():
             return "{" + ", ".join([quote(key) + ": " + text(entry) for key, entry in value.items()]) + "}"
         raise TypeError("not a JSON value")
 
-    def offer(name, *rest):
-        if name.split(".")[0] not in offered:
-            raise ImportError(name)
-        return load(name, *rest)
-
     def refuse(event, arguments):
         if event not in harmless:
             raise ValueError("not allowed: " + event)
@@ -65,19 +76,47 @@ def main():
     def limit(name, value):
         resource.setrlimit(getattr(resource, "RLIMIT_" + name), (value, value))
 
+    def fail(error):  # its class and first argument, without running what the code has put there
+        kind, arguments = type(error), BaseException.args.__get__(error)
+        name = kind.__name__ if type(kind) is type and type(kind.__name__) is str else "error"
+        first = arguments[0] if arguments and type(arguments[0]) is str else ""
+        return name + (": " + first[:200] if first else "")
+
+    for name in job["preload"]:
+        load(name)
+    nothing = posix.open("/dev/null", posix.O_RDWR)
+    posix.dup2(nothing, 0)  # the job names the word
+    posix.close(nothing)
+    for name in ("mkfifo", "mknod", "chroot"):  # the hook is not asked about these
+        vars(posix).pop(name, None)
+        vars(os).pop(name, None)
+    if posix.geteuid() == 0:
+        try:
+            posix.setgroups([])
+            posix.setgid(job["nobody"])
+            posix.setuid(job["nobody"])
+        except OSError:  # there is no such user here: limits and hook remain
+            pass
     limit("CPU", job["seconds"])
     limit("AS", job["bytes"])
-    for name in ("FSIZE", "CORE", "NPROC"):
+    for name in ("FSIZE", "CORE", "NPROC", "NOFILE"):
         limit(name, 0)
-    own = {**vars(builtins), "__import__": offer}
+    # The code gets hold of this function, and so of its globals: they are its own, and hold nothing of use.
+    door = {"load": load, "offered": frozenset(job["modules"]), "__builtins__": {"ImportError": ImportError}}
+    exec(OFFER, door)
+    own = {**vars(builtins), "__import__": door["offer"]}
     scope = {"__name__": "answer", "__builtins__": own}
-    code = compile(job["code"], "<answer>", "exec")
     del sys.modules["__main__"]
     sys.addaudithook(refuse)
-    exec(code, scope)
     results = []
-    for arguments in job["calls"]:
-        results.append(text(scope[job["name"]](*arguments)))
+    try:
+        exec(compile(job["code"], "<answer>", "exec"), scope)
+        for arguments in job["calls"]:
+            results.append(text(scope[job["name"]](*arguments)))
+    except BaseException as error:
+        if not job["reasons"]:
+            raise
+        results.append(quote(fail(error)))
     data = (job["word"] + "[" + ", ".join(results) + "]").encode()
     while data:
         data = data[write(fd, data):]
@@ -94,10 +133,37 @@ def run_function(
 
     seconds: wall clock for the whole; megabytes: address space of the process.
     """
+    job = {"code": code, "name": name, "calls": calls, "modules": PURE, "preload": PURE}
+    return _results(job, seconds, megabytes)
+
+
+def run_program(code: str, *, seconds: float = 10.0, megabytes: int = 512) -> str:
+    """Run a program, its tests included: "passed" when it came to its end, else why not, in a few words.
+
+    To leave early (`sys.exit`, `os._exit`) is not to pass. The program may import what `LIBRARY` names; `__name__` is not
+    `__main__`. seconds: wall clock for the whole; megabytes: address space of the process.
+    """
+    # data classes and named tuples set attributes of functions
+    harmless = ["array.__new__", "object.__setattr__", "time.sleep"]
+    job = {"code": code, "calls": [], "modules": [*LIBRARY, "_strptime"], "preload": _named(code)}
+    began = time.monotonic()
+    reasons = _results({**job, "harmless": harmless, "reasons": True}, seconds, megabytes)
+    if reasons is None:
+        return "out of time" if time.monotonic() - began >= seconds else "ended early"
+    return str(reasons[0]) if reasons else "passed"
+
+
+def _named(code: str) -> list[str]:
+    """What has to be loaded before a program runs: the modules that its text names, and what others load when first used."""
+    return [*PURE, *(name for name in LIBRARY if name in code), *(["_strptime"] if "strptime" in code else [])]
+
+
+def _results(job: dict[str, Any], seconds: float, megabytes: int) -> list[Any] | None:
+    """What the child writes for a job, if it begins with the word that only it knows."""
     word = secrets.token_hex(16)
-    job = {"code": code, "name": name, "calls": calls, "seconds": int(seconds) + 1, "bytes": megabytes << 20, "word": word}
+    limits = {"seconds": int(seconds) + 1, "bytes": megabytes << 20, "nobody": NOBODY, "word": word}
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as file:
-        file.write(json.dumps(job).encode())
+        file.write(json.dumps({"reasons": False, "harmless": [], **job, **limits}).encode())
         file.seek(0)
         written = _run([sys.executable, "-I", "-S", "-c", _CHILD], file.fileno(), folder, seconds)
     if not written.startswith(word.encode()) or len(written) > MAX_RESULT:
