@@ -1,4 +1,4 @@
-"""The command `refusion`: generate, eval, bench, train, info, examples.
+"""The command `refusion`: generate, view, eval, bench, train, info, examples.
 
 Contract: `main(argv)` returns an exit code and never shows a traceback for what the user can put right: one line on
 stderr and 2. Answers go to stdout, everything else to stderr. Commands import what they need when they run: help must
@@ -12,8 +12,8 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import field, fields, make_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO, get_type_hints
@@ -25,8 +25,10 @@ from refusion.config import CONFIGS, AutoregressiveConfig, DecodeConfig, Generat
 from refusion.progress import bar
 
 if TYPE_CHECKING:
+    from refusion.events import Event
     from refusion.generate import Config, Model, Result
     from refusion.training.loop import Decode
+    from refusion.view.trace import TraceWriter
 
 USAGE, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 MOST_EXAMPLES, MOST_THREADS = 1_000_000, 1024  # many more take all memory
@@ -232,9 +234,7 @@ def generate(
         config = _config(given, method, loaded)
         if compare:  # what a model does once, at its first forwards, belongs to neither figure
             loaded.generate(text, replace(config, max_new_tokens=1), raw)
-        result = _write(loaded, text, config, raw, delay)
-        if file is not None:
-            _write_trace(file, loaded.name, text, result)
+        result = _write(loaded, text, config, raw, delay, file)
     _show(result, json)
     if compare:
         _compare(loaded, text, config, raw, result)
@@ -253,23 +253,55 @@ def _delay(live: bool, given: float | None) -> float | None:
     return 0.12 if given is None else given
 
 
-def _write(model: Model, prompt: str, config: Config, raw: bool, delay: float | None) -> Result:
-    """Generate, shown live if asked for."""
-    if delay is None:
+def _write(
+    model: Model, prompt: str, config: Config, raw: bool, delay: float | None, trace: TextIO | None
+) -> Result:  # fmt: skip
+    """Generate, shown live and traced if asked for."""
+    if delay is None and trace is None:
         return model.generate(prompt, config, raw)
-    from refusion.live import LiveView
-
-    full = model.settings(config)
-    eos = () if full.ignore_eos else model.folder.eos_token_ids
-    view = LiveView(model.tokenizer.decode, slot_size=getattr(full, "slot_size", None), eos=eos, delay=delay)
     stream = model.stream(prompt, config, raw)
-    with view:
-        while True:
-            try:
-                view.add(next(stream))
-            except StopIteration as end:
-                result: Result = end.value
-                return result
+    ids, full = model.request(prompt, config, raw)
+    eos = () if full.ignore_eos else model.folder.eos_token_ids
+    with ExitStack() as stack:
+        watchers: list[Callable[[Event], None]] = []
+        writer = None
+        if trace is not None:
+            writer = _trace_writer(trace, model)
+            writer.request(
+                model=model.name, method=full.method, prompt=prompt, prompt_ids=ids, settings=full.to_dict(),
+                eos_ids=list(eos),
+            )  # fmt: skip
+            watchers.append(writer.add)
+        if delay is not None:
+            from refusion.live import LiveView
+
+            size = getattr(full, "slot_size", None)
+            view = LiveView(model.tokenizer.decode, slot_size=size, eos=eos, delay=delay)
+            watchers.append(stack.enter_context(view).add)
+        result = _watched(stream, watchers)
+        if writer is not None:
+            writer.result({k: v for k, v in result.to_dict().items() if k != "prompt_ids"})
+    return result
+
+
+def _trace_writer(file: TextIO, model: Model) -> TraceWriter:
+    from refusion.view.trace import TraceWriter
+
+    with suppress(OSError):  # a pipe or a device holds nothing to empty
+        file.truncate(0)
+    return TraceWriter(file, model.tokenizer.token_text)
+
+
+def _watched(stream: Generator[Event, None, Result], watchers: Sequence[Callable[[Event], None]]) -> Result:
+    """Run to the end; every watcher gets every event as it happens."""
+    while True:
+        try:
+            event = next(stream)
+        except StopIteration as end:
+            result: Result = end.value
+            return result
+        for watch in watchers:
+            watch(event)
 
 
 def _show(result: Result, as_json: bool) -> None:
@@ -301,16 +333,58 @@ def _compare(model: Model, prompt: str, config: Config, raw: bool, result: Resul
         print(f"{'':<16}and another answer: {json.dumps(other.text, ensure_ascii=False)}", file=sys.stderr)
 
 
-def _write_trace(file: TextIO, model: str, prompt: str, result: Result) -> None:
-    """The request, every event, and the result; each line says under "event" what it is."""
-    whole = result.to_dict(events=True)
-    header = {"model": model, "prompt": prompt, "prompt_ids": whole.pop("prompt_ids"), "settings": whole["settings"]}
-    lines = [{"event": "request", **header}, *whole.pop("events"), {"event": "result", **whole}]
-    with _writing(file.name):
-        with suppress(OSError):  # a pipe or a device holds nothing to empty
-            file.truncate(0)
-        for line in lines:
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+# --- view
+
+
+@app.command(sort_key=1)
+def view(
+    trace: Annotated[Path, Parameter(group=INPUT, help="A file that refusion generate --trace wrote.")],
+    /,
+    *,
+    html: Annotated[Path | None, Parameter(group=OUTPUT, help="Write a page to this file: one file that needs no "
+                    "network, with a slider over all steps, and what every token's probability was.")] = None,
+    gif: Annotated[Path | None, Parameter(group=OUTPUT, help="Write an animation to this file.")] = None,
+    speed: Annotated[float, Parameter(group=OUTPUT, help="2 is twice as fast. Higher: shorter to watch, harder to "
+                     "follow.")] = 1.0,
+) -> None:  # fmt: skip
+    """Look at how an answer was written, step by step.
+
+    It is replayed on the terminal, unless --html or --gif is given. An answer
+    that was cut short by Ctrl-C can be looked at too.
+    For example:
+      refusion generate --trace trace.jsonl "Work out (12+7)*3-8."
+      refusion view trace.jsonl --html trace.html
+    """
+    if not 0.01 <= speed <= 100:
+        raise UserError(f"--speed must be between 0.01 and 100, got {speed}")
+    from refusion.view.trace import read_trace
+
+    read = read_trace(trace)
+    if html is not None:
+        from refusion.view.html import page
+
+        _save("--html", html, trace, page(read, speed).encode())
+    if gif is not None:
+        from refusion.view.gif import animation
+
+        _save("--gif", gif, trace, animation(read, speed))
+    if html is None and gif is None:
+        from refusion.view.replay import replay
+
+        replay(read, speed)
+        if read.stats is not None:
+            print(read.figures(), file=sys.stderr)
+    if not read.complete:
+        _warn(f"{trace} ends before the answer is finished")
+
+
+def _save(flag: str, path: Path, source: Path, content: bytes) -> None:
+    try:
+        if path.exists() and path.samefile(source):
+            raise UserError(f"{flag} {path}: is the trace itself")
+        path.write_bytes(content)
+    except OSError as error:
+        raise UserError(f"{flag} {path}: cannot be written ({error.strerror})") from None
 
 
 # --- eval

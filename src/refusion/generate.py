@@ -164,10 +164,13 @@ class Model:
 
     def stream(self, prompt: Prompt, config: Config | None = None, raw: bool = False) -> Generator[Event, None, Result]:
         """The decoder's events as they happen; the generator's return value is the `Result`."""
+        return self._run(*self.request(prompt, config, raw))
+
+    def request(self, prompt: Prompt, config: Config | None = None, raw: bool = False) -> tuple[list[int], Config]:
+        """What `stream` will do: the prompt's token ids, and settings with nothing unset that fit the context."""
         settings = self.settings(config)
         ids = self.encode(prompt, raw)
-        settings = self._fitted(settings, config, len(ids))
-        return self._run(ids, settings)
+        return ids, self._fitted(settings, config, len(ids))
 
     def likelihood(
         self, prompt: Prompt, answer: str | Sequence[int], config: Config | None = None, raw: bool = False

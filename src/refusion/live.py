@@ -59,7 +59,8 @@ class State:
     @property
     def tokens(self) -> int:
         """Written tokens, without those after the end."""
-        return sum(position < self.extent for position in self.written)
+        extent = self.extent
+        return sum(position < extent for position in self.written)
 
     def add(self, event: Event) -> None:
         """Take in the next event."""
@@ -98,9 +99,10 @@ class State:
 
     def rounds(self) -> list[int | None]:
         """For every slot to be shown the round that wrote it, or None."""
-        slots: list[int | None] = [None] * (self.slot(self.extent - 1) + 1 if self.extent else 0)
+        extent = self.extent
+        slots: list[int | None] = [None] * (self.slot(extent - 1) + 1 if extent else 0)
         for position, (_, round) in self.written.items():
-            if position < self.extent:
+            if position < extent:
                 slots[self.slot(position)] = round
         return slots
 

@@ -9,6 +9,7 @@ This module knows no model, no tensors (it does not import torch) and no slots.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -30,6 +31,12 @@ SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "mask_token
 QWEN2_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+
+BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # how tokenizers with byte fallback spell a byte
+# How byte-level tokenizers spell bytes: what can be seen as itself, the others in order from U+0100.
+_SEEN = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_UNSEEN = (byte for byte in range(256) if byte not in _SEEN)
+BYTE_LEVEL = {chr(byte): byte for byte in _SEEN} | {chr(0x100 + i): byte for i, byte in enumerate(_UNSEEN)}
 
 Message = Mapping[str, Any]
 Spec = dict[str, Any]  # the content of a tokenizer.json
@@ -160,6 +167,27 @@ class Tokenizer:
             else:
                 parts[-1].append(i)
         return self.mask_token.join(self._tokenizer.decode(part, skip_special_tokens=False) for part in parts)
+
+    def token_text(self, token_id: int) -> str | bytes:
+        """What a token adds to a text that has begun: bytes where they are no whole characters.
+
+        A special token adds its name, an id without a token nothing.
+        """
+        once = self.decode([token_id], skip_special_tokens=False)  # some tokenizers drop a space at the start
+        twice = self.decode([token_id, token_id], skip_special_tokens=False)
+        text = twice[len(once) :] if twice.startswith(once) else once
+        spelling = self.id_to_token(token_id) or ""
+        if "\ufffd" not in twice:
+            return text
+        if BYTE_TOKEN.fullmatch(spelling):
+            return bytes([int(spelling[3:5], 16)])
+        if all(character in BYTE_LEVEL for character in spelling):
+            data = bytes(BYTE_LEVEL[character] for character in spelling)
+            try:
+                return data.decode()
+            except UnicodeDecodeError:
+                return data
+        return text
 
     def encode_chat(self, messages: Sequence[Message], **template_kwargs: Any) -> list[int]:
         """Prompt ids of a chat: the rendered template, whose special tokens are the only ones (none is added)."""
