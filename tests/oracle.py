@@ -152,6 +152,10 @@ class _Oracle:
         score = {slot: of_draft[self.slots[slot][0]] for slot in still_open}
         if self.settings.slot_score == "mean":
             score = {slot: math.fsum(of_draft[p] for p in self.slots[slot]) / len(self.slots[slot]) for slot in still_open}
+        if self.settings.slot_score == "entropy":
+            for slot in still_open:
+                first = out[row.index(self.slots[slot][0])].tolist()
+                score[slot] = math.exp(math.fsum(p * math.log(p) for p in first if p > 0))
         chosen = [slot for slot in still_open if self.exceeds(score[slot], self.settings.slot_threshold)]
         if self.settings.slot_order == "left_to_right":
             gap = next((slot for slot in still_open[1:] if slot not in chosen), len(self.slots))

@@ -22,7 +22,7 @@ from scripted import Driven, HashModel, Model, Script, Told, ToldModel, answered
 
 MASK, EOS = 0, 1
 NEAR = 1e-5
-SETTINGS = range(460)  # so many that every branch is visited often
+SETTINGS = range(520)  # so many that every branch is visited often
 
 
 # --- random settings on scripted models -------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ SETTINGS_HELP = {
     "token_threshold": "Accept drafted tokens that are verified as likelier than this (0 to 1). Lower: faster, "
     "riskier. Higher: surer and slower.",
     "slot_order": "confidence (the paper) writes any slots that are sure; left_to_right, an ablation, none before its time.",
-    "slot_score": "What counts as a slot's sureness: its first draft (the paper), or, an ablation, the mean of all.",
+    "slot_score": "What counts as a slot's sureness: its first draft (the paper), or, as ablations, the mean of all, or entropy.",
     "recompute": "An ablation: compute slots that were finished side by side once more. Slower.",
     "block_steps": "bd3lm: most forwards per block, each writes an equal share of it. Lower: faster, riskier. 0 = one "
     "for each token.",

@@ -159,13 +159,14 @@ class DecodeConfig(GenerationConfig):
     For ablations (the defaults are the paper's method):
         slot_order: "confidence": any slots over the threshold; "left_to_right": the first open slot, and those after it
             as long as they are over the threshold.
-        slot_score: what is held against the threshold, the probability of a slot's "first" draft, or the "mean" of all.
+        slot_score: what is held against the threshold: the probability of a slot's "first" draft; the "mean" of all its drafts;
+            or e to the negative "entropy" of the distribution that the first one is from.
         recompute: compute the keys and values of slots that were finished side by side once more, each seeing the others.
     """
 
     method: ClassVar[str] = "refusion"
     ORDERS: ClassVar[tuple[str, ...]] = ("confidence", "left_to_right")
-    SCORES: ClassVar[tuple[str, ...]] = ("first", "mean")
+    SCORES: ClassVar[tuple[str, ...]] = ("first", "mean", "entropy")
 
     slot_size: int | None = None
     block_size: int | None = None

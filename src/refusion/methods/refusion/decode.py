@@ -21,12 +21,12 @@ from typing import TypeVar
 from refusion.config import DecodeConfig
 from refusion.events import Committed, Drafted, Event, Finished, Selected, Verified
 from refusion.methods.base import Answer, Decoder, Forward, TokenIds
-from refusion.methods.refusion.select import choose, score
+from refusion.methods.refusion.select import choose, score, sureness
 from refusion.methods.refusion.verify import accepted_run, cut_at_end, judge
 from refusion.sampling import Shaping, uniform
 from refusion.slots import Layout
 
-Drafts = dict[int, tuple[list[int], list[float]]]  # slot -> drafted tokens, their probabilities
+Drafts = dict[int, tuple[list[int], list[float]]]  # slot -> drafted tokens, how sure each is
 T = TypeVar("T")
 Move = Generator[Forward | Event, Answer | None, T]  # a part of the decoder that returns a T
 
@@ -84,6 +84,7 @@ class _Decoding:
         self.layout = Layout(s.max_new_tokens, s.slot_size, s.block_size)
         assert s.slot_order is not None and s.slot_score is not None and s.recompute is not None
         self.slot_order, self.slot_score, self.recompute = s.slot_order, s.slot_score, s.recompute
+        self.measure = "entropy" if s.slot_score == "entropy" else "probability"
         self.mask, self.seed = self.ids.mask, s.seed
         self.slot_threshold, self.token_threshold = s.slot_threshold, s.token_threshold
         self.shaping = Shaping(s.temperature, s.top_k, s.top_p)
@@ -229,7 +230,7 @@ class _Decoding:
     # --- shared ---
 
     def _forward(self, rows: _Rows) -> Move[Answer]:
-        answer = yield rows.request(len(self.prompt), self._keep, self.shaping)
+        answer = yield rows.request(len(self.prompt), self._keep, self.shaping, self.measure)
         assert answer is not None
         self._keep = ()
         return answer
@@ -256,13 +257,10 @@ class _Decoding:
         """Answers at masked positions -> drafts by slot."""
         self.drafts = {}
         self._drafted = (tuple(positions), answer.tokens, answer.probabilities)
-        for position, token, probability in zip(positions, answer.tokens, answer.probabilities, strict=True):
-            slot = self.layout.slot_of(position)
-            if slot in self.drafts:
-                self.drafts[slot][0].append(token)
-                self.drafts[slot][1].append(probability)
-            else:
-                self.drafts[slot] = ([token], [probability])
+        for position, token, one in zip(positions, answer.tokens, sureness(answer), strict=True):
+            tokens, values = self.drafts.setdefault(self.layout.slot_of(position), ([], []))
+            tokens.append(token)
+            values.append(one)
 
     def _verified(
         self, positions: Sequence[int], tokens: Sequence[int], probabilities: Sequence[float | None], accepted: int
@@ -320,8 +318,8 @@ class _Rows:
         checks: Iterator[float] = iter(answer.checks)
         return [next(checks) if checked else None for checked in self._checked]
 
-    def request(self, prompt_len: int, keep: tuple[int, ...], shaping: Shaping) -> Forward:
+    def request(self, prompt_len: int, keep: tuple[int, ...], shaping: Shaping, measure: str) -> Forward:
         return Forward(
             tuple(self.tokens), tuple(position + prompt_len for position in self.positions), tuple(self.segments),
-            tuple(self.drafts), tuple(self.checks), tuple(self.uniforms), shaping, keep,
+            tuple(self.drafts), tuple(self.checks), tuple(self.uniforms), shaping, keep, score=measure,
         )  # fmt: skip

@@ -3,14 +3,26 @@ round")."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import takewhile
 
+from refusion.methods.base import Answer
 
-def score(probabilities: Sequence[float], kind: str = "first") -> float:
-    """How sure a slot is, from the probabilities of its drafts: of the token at its first position (the paper), or their mean
-    (an ablation)."""
-    return probabilities[0] if kind == "first" else sum(probabilities) / len(probabilities)
+
+def sureness(answer: Answer) -> list[float]:
+    """How sure each draft is, 0 to 1: its probability; where entropies were asked for (an ablation), e to the negative one:
+    one over the number of tokens that it is as good as drawn from.
+
+    >>> sureness(Answer(tokens=(7,), probabilities=(0.5,), scores=(-math.log(4),)))
+    [0.25]
+    """
+    return [math.exp(score) for score in answer.scores] or list(answer.probabilities)
+
+
+def score(sure: Sequence[float], kind: str = "first") -> float:
+    """How sure a slot is, from its drafts: the one at its first position (the paper), or the "mean" of all (an ablation)."""
+    return sum(sure) / len(sure) if kind == "mean" else sure[0]
 
 
 def choose(scores: Sequence[float], threshold: float, order: str = "confidence") -> list[int]:
