@@ -16,8 +16,9 @@ from refusion.evaluation import bench, procedural
 from refusion.evaluation.bench import Contestant, Measured, Measurement, contestants, markdown, run
 from refusion.events import Committed, Drafted, Event
 from refusion.generate import Result, Stats
+from refusion.methods.registry import METHODS
 
-FORWARDS = {"refusion": 4, "autoregressive": 20}
+FORWARDS = {"refusion": 4, "autoregressive": 20, "llada": 10}
 
 
 @dataclass
@@ -26,9 +27,18 @@ class Runner:
 
     name: str = "runner"
     has_mask: bool = True
+    learnt: str = "refusion"
     asked: list[tuple[str, str]] = field(default_factory=list)
     transformer: Any = field(default_factory=lambda: SimpleNamespace(lm_head=SimpleNamespace(weight=torch.zeros(1))))
     folder: Any = field(default_factory=lambda: SimpleNamespace(parameters=7))
+
+    @property
+    def method(self) -> str:
+        return self.learnt if self.has_mask else "autoregressive"
+
+    @property
+    def by_token(self) -> bool:
+        return METHODS[self.method].by_token
 
     def settings(self, config: GenerationConfig) -> GenerationConfig:
         return config.resolve()
@@ -74,7 +84,7 @@ def test_contestants_take_turns_on_every_prompt_in_an_order_that_rotates() -> No
     model = Runner()
     run(entries(model), limit=2, repeats=2, warmup=0)
     pairs = list(zip(model.asked[::2], model.asked[1::2], strict=True))
-    assert all(one[0] == other[0] and {one[1], other[1]} == set(FORWARDS) for one, other in pairs)
+    assert all(one[0] == other[0] and {one[1], other[1]} == {"refusion", "autoregressive"} for one, other in pairs)
     firsts = [one[1] for one, _ in pairs]
     assert firsts.count("refusion") == firsts.count("autoregressive") == len(pairs) / 2
     assert [prompt for (prompt, _), _ in pairs] == list(ITEMS) * 2
@@ -93,6 +103,24 @@ def test_the_same_weights_token_by_token_are_always_beside() -> None:
     assert [(c.model.name, c.config.method) for c in two] == [
         ("runner", "refusion"), ("runner", "refusion"), ("runner", "autoregressive"), ("ar", "autoregressive"),
     ]  # fmt: skip
+
+
+def test_a_method_is_measured_on_the_models_that_learnt_it() -> None:
+    models = [Runner("nano"), Runner("masked", learnt="llada")]
+    chosen = contestants(models, ["refusion", "llada"], [{}])  # type: ignore[arg-type]
+    assert [(c.model.name, c.config.method) for c in chosen] == [
+        ("nano", "refusion"), ("nano", "autoregressive"), ("masked", "llada"),
+    ]  # fmt: skip
+    tried = contestants(models[:1], ["bd3lm"], [{}])  # type: ignore[arg-type]
+    assert [c.config.method for c in tried] == ["bd3lm", "autoregressive"]
+
+
+def test_a_model_that_cannot_write_token_by_token_is_compared_with_one_that_can() -> None:
+    models = [Runner("nano"), Runner("masked", learnt="llada")]
+    rows = run(contestants(models, ["llada", "refusion"], [{}]), limit=1, repeats=1)["rows"]  # type: ignore[arg-type]
+    assert [row["speedup"] for row in rows] == [pytest.approx(5.0), pytest.approx(1.0), pytest.approx(2.0)]
+    alone = run(contestants(models[1:], ["llada"], [{}]), limit=1, repeats=1)  # type: ignore[arg-type]
+    assert [row["speedup"] for row in alone["rows"]] == [None] and "| llada |" in bench.markdown(alone)
 
 
 def measurement(tokens: int, seconds: float, first: float = 1.0) -> Measurement:

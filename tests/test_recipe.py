@@ -15,7 +15,7 @@ from refusion.methods.block import BlockObjective
 from refusion.methods.masked import MaskedObjective
 from refusion.methods.refusion.corrupt import ReFusionObjective
 from refusion.training.loop import make_objective
-from refusion.training.recipe import ModelRecipe, Recipe, ignored, load
+from refusion.training.recipe import ModelRecipe, ObjectiveRecipe, Recipe, ignored, load
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 LEAST = '[objective]\nmethod = "refusion"\n[training]\nmax_steps = 10\n'
@@ -76,6 +76,12 @@ def test_settings_of_masked_diffusion_arrive(method: str, tmp_path: Path) -> Non
     assert ignored(recipe) == ([] if method == "dream" else ["objective.context_p"])
     assert recipe.objective.decoding == {"method": method, "max_new_tokens": 24}  # a model writes what it has learnt
     assert load(write(tmp_path, LEAST)).objective.decoding == {"method": "refusion"}
+
+
+@pytest.mark.parametrize(("sizes", "taught"), [((8,), 8), ((16, 4, 8), 8), ((4, 8), 8)])
+def test_block_diffusion_writes_blocks_of_a_size_that_it_has_learnt(sizes: tuple[int, ...], taught: int) -> None:
+    recipe = ObjectiveRecipe(method="bd3lm", block_sizes=sizes)
+    assert recipe.decoding == {"method": "bd3lm", "block_size": taught}
 
 
 # --- overrides

@@ -57,6 +57,10 @@ max_new_tokens = [8]
 [methods.autoregressive.search]
 max_new_tokens = [8]
 
+[methods.by-mean]
+model = "refusion"
+search = { max_new_tokens = [8], slot_score = ["mean"] }
+
 [[ablations]]
 name = "left to right"
 of = "refusion"
@@ -95,8 +99,9 @@ def test_from_base_to_report_and_again_without_work(base: Path, tmp_path: Path, 
     table = run(plan, out, progress=silent)
     assert table is not None and json.loads((out / "table.json").read_text())["rows"] == json.loads(json.dumps(table))["rows"]
     chosen = {row["entry"]: row for row in table["rows"] if row["chosen"]}
-    assert list(chosen) == ["refusion", "no-help", "autoregressive"]
-    assert [row["method"] for row in chosen.values()] == ["refusion", "refusion", "autoregressive"]
+    assert list(chosen) == ["refusion", "no-help", "autoregressive", "by-mean"]
+    assert [row["method"] for row in chosen.values()] == ["refusion", "refusion", "autoregressive", "refusion"]
+    assert chosen["by-mean"]["settings"]["slot_score"] == "mean" and not (out / "train" / "by-mean").exists()
     seen = {name: row["train_tokens"] for name, row in chosen.items()}
     assert seen["refusion"] == seen["autoregressive"] > seen["no-help"] > 0
     assert [(a["name"], a["settings"]["slot_order"]) for a in table["ablations"]] == [
@@ -120,7 +125,7 @@ def test_every_method_sees_the_same_rows_in_the_same_order(base: Path, tmp_path:
     recipes = [entry.recipe for entry in plan.entries]
     assert len({(r.data, r.training, r.model) for r in (recipes[0], recipes[2])}) == 1
     assert recipes[1].training == replace(recipes[0].training, max_steps=2) and recipes[1].data == recipes[0].data
-    assert [r.objective.method for r in recipes] == ["refusion", "refusion", "autoregressive"]
+    assert [r.objective.method for r in recipes] == ["refusion", "refusion", "autoregressive", "refusion"]
     assert {e.recipe.training.max_steps for e in shortened(plan, 2).entries} == {2}
 
 
@@ -142,6 +147,10 @@ def test_training_that_was_stopped_goes_on(base: Path, tmp_path: Path, monkeypat
     ("eos_fill = true", "eos_fil = true", "unknown key 'objective.eos_fil'"), ("[data]", "[data", "plan.toml: "),
     ("max_steps = 3", "max_steps = 0", "max_steps must be at least 1"),
     ('of = "refusion"', 'of = "refushion"', "unknown method 'refushion'"),
+    ('model = "refusion"', 'model = "refushion"', "unknown model 'refushion'; did you mean 'refusion'"),
+    ('model = "refusion"', 'model = "by-mean"', "unknown model 'by-mean'"),
+    ('model = "refusion"', 'model = "refusion"\ntraining = {}', "training is that of 'refusion'"),
+    ("[methods.refusion.search]", "[methods.refusion.serch]", "unknown key 'serch'; did you mean 'search'"),
     ("slot_order =", "slot_ordr =", "unknown setting 'slot_ordr'"), ('name = "left to right"', "", "missing key 'name'"),
 ])  # fmt: skip
 def test_mistakes_in_a_plan(old: str, new: str, message: str, tmp_path: Path) -> None:
@@ -153,7 +162,7 @@ def test_mistakes_in_a_plan(old: str, new: str, message: str, tmp_path: Path) ->
 
 def test_the_projects_own_plan_loads() -> None:
     plan = load_plan(Path(__file__).parent.parent / "recipes" / "reproduce" / "nano.toml")
-    assert {"autoregressive", "refusion", "bd3lm"} <= {entry.method for entry in plan.entries}
+    assert {"autoregressive", "refusion", "bd3lm", "llada", "dream"} == {entry.method for entry in plan.entries}
     assert all(entry.settings for entry in plan.entries)
 
 

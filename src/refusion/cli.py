@@ -321,13 +321,16 @@ def figures(result: Result) -> str:
 
 def _compare(model: Model, prompt: str, config: Config, raw: bool, result: Result) -> None:
     """Figures of `result`, and those of the same weights token by token."""
-    shared = {f.name: getattr(config, f.name) for f in fields(AutoregressiveConfig)}
-    other = model.generate(prompt, AutoregressiveConfig(**shared), raw)
     name = {"refusion": "slots", "autoregressive": "token by token"}.get(config.method, config.method)
     print(f"{name + ':':<16}{figures(result)}", file=sys.stderr)
     if isinstance(config, AutoregressiveConfig):
         _warn("--compare is ignored: this answer was written token by token already")
         return
+    if not model.by_token:
+        _warn(f"--compare is ignored: {model.name} has learnt {model.method}, not to write token by token")
+        return
+    shared = {f.name: getattr(config, f.name) for f in fields(AutoregressiveConfig)}
+    other = model.generate(prompt, AutoregressiveConfig(**shared), raw)
     print(f"{'token by token:':<16}{figures(other)}", file=sys.stderr)
     if other.text != result.text:
         print(f"{'':<16}and another answer: {json.dumps(other.text, ensure_ascii=False)}", file=sys.stderr)

@@ -136,6 +136,11 @@ class Model:
         """The method that it was trained for, as its folder says; without a mask token it writes token by token."""
         return str(self.folder.defaults.get("method", "refusion")) if self.has_mask else "autoregressive"
 
+    @property
+    def by_token(self) -> bool:
+        """Whether it has learnt to predict the next token, so that it can write token by token too."""
+        return METHODS[self.method].by_token
+
     def __repr__(self) -> str:
         weight = self.transformer.lm_head.weight
         return f"Model({self.name!r}, {self.folder.parameters:,} parameters, {weight.dtype}, {weight.device})"

@@ -56,6 +56,12 @@ class Entry:
     recipe: Recipe
     settings: tuple[dict[str, Any], ...]
     group: str = ""  # what it is an ablation of; it stands in a table of its own and trains for as long as that table's others
+    model: str = ""  # the entry whose trained model it decodes otherwise; none: its own
+
+    @property
+    def trained(self) -> str:
+        """The folder of its model."""
+        return self.model or self.name
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,8 @@ class Plan:
 def load_plan(path: Path) -> Plan:
     """Read a plan: `base`, [data] and [training] as in a recipe, [budget], and for each method [methods.NAME.objective] and
     [methods.NAME.search], lists of values whose combinations are all tried. NAME is the method, or has `method = "..."`. With
-    `group`, it is an ablation of training, and [methods.NAME.training] may make it short. [[ablations]]: see `Ablation`.
+    `group`, it is an ablation of training, and [methods.NAME.training] may make it short. With `model = "OTHER"`, the model of
+    that entry is decoded at other settings. [[ablations]]: see `Ablation`.
 
     Raises `UserError` naming file and key.
     """
@@ -95,7 +102,7 @@ def load_plan(path: Path) -> Plan:
     for key in ("base", "training", "methods"):
         if key not in table:
             raise UserError(f"{path}: missing key {key!r}")
-    entries = tuple(_entry(path, table, name, part) for name, part in table["methods"].items())
+    entries = tuple(_entry(path, table, name) for name in table["methods"])
     try:
         budget = Budget(**table.get("budget", {}))
     except TypeError as error:
@@ -119,8 +126,16 @@ def _ablation(path: Path, part: Mapping[str, Any], entries: tuple[Entry, ...]) -
     return Ablation(str(part["name"]), part["of"], dict(part["settings"]))
 
 
-def _entry(path: Path, table: Mapping[str, Any], name: str, part: Mapping[str, Any]) -> Entry:
-    where = f"{path}: methods.{name}"
+PARTS = ("method", "model", "group", "objective", "training", "search")  # of [methods.NAME]
+
+
+def _entry(path: Path, table: Mapping[str, Any], name: str) -> Entry:
+    where, part = f"{path}: methods.{name}", table["methods"][name]
+    for key in part:
+        if key not in PARTS:
+            raise UserError(f"{where}: unknown key {key!r}{nearest(key, PARTS)}")
+    if "model" in part:
+        return _other_decoding(path, table, name, part)
     method = part.get("method", name)
     if method not in CONFIGS:
         raise UserError(f"{where}: unknown method {method!r}; there is {', '.join(CONFIGS)}{nearest(method, CONFIGS)}")
@@ -129,7 +144,25 @@ def _entry(path: Path, table: Mapping[str, Any], name: str, part: Mapping[str, A
         "training": {**table["training"], **part.get("training", {})},
         "objective": {"method": method, **part.get("objective", {})}, "validation": {"every": 500},
     }, where)  # fmt: skip
-    search = part.get("search", {})
+    return Entry(name, method, recipe, _settings(where, method, part.get("search", {})), str(part.get("group", "")))
+
+
+def _other_decoding(path: Path, table: Mapping[str, Any], name: str, part: Mapping[str, Any]) -> Entry:
+    """An entry that trains nothing."""
+    where = f"{path}: methods.{name}"
+    owners = [owner for owner, other in table["methods"].items() if "model" not in other]
+    if part["model"] not in owners:
+        raise UserError(f"{where}: unknown model {part['model']!r}{nearest(str(part['model']), owners)}")
+    for key in ("objective", "training", "method"):
+        if key in part:
+            raise UserError(f"{where}: {key} is that of {part['model']!r}, whose model this is")
+    owner = _entry(path, table, part["model"])
+    settings = _settings(where, owner.method, part.get("search", {}))
+    return replace(owner, name=name, settings=settings, group=str(part.get("group", owner.group)), model=owner.name)
+
+
+def _settings(where: str, method: str, search: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+    """All combinations of a search's values that fit together."""
     config = CONFIGS[method]
     for key, values in search.items():
         if key not in config.__dataclass_fields__:
@@ -137,8 +170,7 @@ def _entry(path: Path, table: Mapping[str, Any], name: str, part: Mapping[str, A
         if not isinstance(values, list):
             raise UserError(f"{where}: search.{key} must be a list, got {values!r}")
     combinations = [dict(zip(search, values, strict=True)) for values in product(*search.values())]
-    settings = tuple(s for s in combinations if _valid(config, s))
-    return Entry(name, method, recipe, settings, str(part.get("group", "")))
+    return tuple(s for s in combinations if _valid(config, s))
 
 
 def _valid(config: Any, settings: dict[str, Any]) -> bool:
@@ -160,9 +192,9 @@ def run(plan: Plan, out: Path, *, device: str = "cpu", progress: Callable[[str],
     """
     out.mkdir(parents=True, exist_ok=True)
     for entry in plan.entries:
-        if not _train(entry, out / "train" / entry.name, device, progress):
+        if not entry.model and not _train(entry, out / "train" / entry.name, device, progress):
             return None
-    models = {entry.name: load(out / "train" / entry.name / "last", device) for entry in plan.entries}
+    models = {entry.name: load(out / "train" / entry.trained / "last", device) for entry in plan.entries}
     for name, model in models.items():
         model.name = name
     rows = []
@@ -205,7 +237,7 @@ def _test(
             rows.append({
                 "entry": entry.name, "method": entry.method, "group": entry.group, "chosen": number == 0,
                 "parameters": model.folder.parameters,
-                "train_tokens": _data_tokens(entry, out), "train_seconds": _train_seconds(out / "train" / entry.name),
+                "train_tokens": _data_tokens(entry, out), "train_seconds": _train_seconds(out / "train" / entry.trained),
                 **{key: result[key] for key in MEASURED},
                 "given": one["given"], "validation_accuracy": one["accuracy"], "tried": len(entry.settings),
             })  # fmt: skip
@@ -271,7 +303,7 @@ def _measured(
 def _data_tokens(entry: Entry, out: Path) -> int:
     """Tokens of prompts and answers that a run has seen, the same for every method: how often a method writes them into a
     row is its own affair."""
-    run = loop.Run(entry.recipe, out / "train" / entry.name, resume=True)
+    run = loop.Run(entry.recipe, out / "train" / entry.trained, resume=True)
     batches = run.batches
     return int(sum(batches.store.lengths[batches.rows_of(step)].sum() for step in range(run.step)))
 

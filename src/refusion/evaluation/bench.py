@@ -1,7 +1,7 @@
 """`refusion bench`: models and methods on the same prompts, so that the figures can be compared.
 
 What makes it fair:
-* one engine for all, and the same weights token by token always beside it;
+* one engine for all, and token by token always beside it, by the same weights where they can;
 * the same prompts, in turn: for every prompt each contestant answers once before the next prompt comes, in an order that
   rotates, so that a machine that gets slower or faster favours none;
 * warm-up before the clock, several repeats, the median and its interval (bootstrap over prompts);
@@ -128,7 +128,8 @@ def _percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def contestants(models: Sequence[Model], methods: Sequence[str], settings: Sequence[dict[str, Any]]) -> list[Contestant]:
-    """Every model with every method that it can do, at every setting, and token by token always.
+    """Every method, at every setting, on the models that have learnt it, or, if none has, on all that can try; and token by
+    token, on all models that have learnt to predict the next token.
 
     settings: each a set of settings by name; a method takes those that it knows, and counts once what becomes the same. Raises
     `UserError` for an unknown method, or one that no model can do.
@@ -140,7 +141,8 @@ def contestants(models: Sequence[Model], methods: Sequence[str], settings: Seque
     found: dict[str, Contestant] = {}
     for model in models:
         for name in wanted:
-            if name != BASELINE and not model.has_mask:
+            learnt = [m for m in models if (m.by_token if name == BASELINE else m.method == name)]
+            if model not in (learnt or [m for m in models if m.has_mask and name in methods]):
                 continue
             for given in settings or [{}]:
                 known = {key: value for key, value in given.items() if key in CONFIGS[name].__dataclass_fields__}
@@ -193,10 +195,12 @@ def _rotated(entries: list[Measured], by: int) -> list[Measured]:
 
 
 def _add_ratios(rows: list[dict[str, Any]]) -> None:
-    """How many times faster than the same model token by token, in this run."""
+    """How many times faster than the same model token by token, in this run; if it cannot, than the first model that can."""
     base = {row["model"]: row["tokens_per_second"] for row in rows if row["method"] == BASELINE}
+    other = next(iter(base.values()), 0.0)
     for row in rows:
-        row["speedup"] = row["tokens_per_second"] / base[row["model"]] if base.get(row["model"]) else None
+        speed = base.get(row["model"], other)
+        row["speedup"] = row["tokens_per_second"] / speed if speed else None
 
 
 def measure(entry: Contestant, item: procedural.Item) -> Measurement:
@@ -275,7 +279,7 @@ def markdown(report: dict[str, Any]) -> str:
             f"| {row['model']} | {row['method']} | {row['accuracy']:.3f} | {row['tokens_per_forward']:.2f} "
             f"| {row['rows_per_token']:.1f} | {row['tokens_per_second']:,.0f} ({low:,.0f}-{high:,.0f}) "
             f"| {row['tokens_per_second_after_first_forward']:,.0f} "
-            f"| {row['speedup']:.2f} | {row['first_commit_seconds'] * 1000:.0f} ms "
+            f"| {'' if row['speedup'] is None else format(row['speedup'], '.2f')} | {row['first_commit_seconds'] * 1000:.0f} ms "
             f"| {latency['p50'] * 1000:.0f} / {latency['p99'] * 1000:.0f} ms | {row['peak_memory_bytes'] / 2**20:,.0f} MiB |"
         )
     m = report["machine"]

@@ -34,7 +34,8 @@ class Method:
     """How text is written (`config`, `decode`) and how a model is taught to (`objective`).
 
     needs_mask: whether a model without a mask token cannot write so. settings: keys of a recipe's [objective] that the
-    objective takes; all others are ignored, and said to be.
+    objective takes; all others are ignored, and said to be. by_token: whether a model that learnt it predicts the next token, so
+    that it can write token by token as well.
     """
 
     config: type[GenerationConfig]
@@ -42,6 +43,7 @@ class Method:
     objective: MakeObjective
     settings: frozenset[str]
     needs_mask: bool = True
+    by_token: bool = False
     likelihood: Likelihood | None = None  # of a given answer, where the method has one that is exact
 
     @property
@@ -80,10 +82,11 @@ REFUSION = Method(
         "partial_slot_fraction", "eos_fill", "unrolled_fraction", "first_token_weight",
     }),
     likelihood=lambda prompt, answer, settings, ids: likelihood(prompt, answer, ids, settings.slot_size),
+    by_token=True,
 )  # fmt: skip
 AUTOREGRESSIVE = Method(
     AutoregressiveConfig, autoregressive.decode, _autoregressive_objective, frozenset({"prompt_loss"}), needs_mask=False,
-    likelihood=lambda prompt, answer, settings, ids: autoregressive.likelihood(prompt, answer),
+    likelihood=lambda prompt, answer, settings, ids: autoregressive.likelihood(prompt, answer), by_token=True,
 )  # fmt: skip
 LLADA = Method(LladaConfig, masked.decode_llada, _llada_objective, frozenset({"answer_length"}))
 DREAM = Method(DreamConfig, masked.decode_dream, _dream_objective, frozenset({"answer_length", "context_p"}))

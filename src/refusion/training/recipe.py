@@ -69,9 +69,14 @@ class ObjectiveRecipe:
 
     @property
     def decoding(self) -> dict[str, Any]:
-        """Settings that a trained model's folder names: the method, and how long the answers are that it has learnt."""
-        length = {"max_new_tokens": self.answer_length} if "answer_length" in METHODS[self.method].settings else {}
-        return {"method": self.method, **length}
+        """Settings that a trained model's folder names: the method, and of what length the answers or blocks are that it has
+        learnt."""
+        known, own = METHODS[self.method].settings, {}
+        if "answer_length" in known:
+            own["max_new_tokens"] = self.answer_length
+        if "block_sizes" in known:
+            own["block_size"] = sorted(self.block_sizes)[len(self.block_sizes) // 2]
+        return {"method": self.method, **own}
 
 
 @dataclass(frozen=True)
