@@ -112,7 +112,8 @@ def test_from_base_to_report_and_again_without_work(base: Path, tmp_path: Path, 
     assert chosen["refusion"]["tried"] == 3, "a block smaller than its slot is no setting"
     assert all(row["n"] == 7 and row["settings"]["max_new_tokens"] == 8 for row in table["rows"])
     assert all(row["rows_per_token"] > 0 and row["tokens_per_second"] > 0 for row in chosen.values())
-    for name in ("report.md", "report.html", "plane.svg", "families.svg"):
+    assert "![sudoku](order-sudoku.svg)" in text
+    for name in ("report.md", "report.html", "plane.svg", "families.svg", "order-word.svg", "order-sudoku.svg"):
         assert (out / "report" / name).stat().st_size > 500
     steps: list[Any] = []
     for owner, name in ((reproduce, "evaluate"), (reproduce.bench, "run"), (loop.Run, "advance")):

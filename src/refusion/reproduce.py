@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from refusion.config import CONFIGS, GenerationConfig, UserError, nearest
-from refusion.evaluation import bench, report
+from refusion.evaluation import bench, picture, procedural, report
 from refusion.evaluation.evaluate import evaluate
 from refusion.generate import Model, load
 from refusion.training import loop
@@ -204,7 +204,7 @@ def run(plan: Plan, out: Path, *, device: str = "cpu", progress: Callable[[str],
     _speed(plan, models, rows, out, progress)
     table = {"name": plan.name, "rows": rows, "ablations": _ablations(plan, models, rows, out, progress)}
     _write(out / "table.json", table)
-    report.write(table, out / "report")
+    report.write(table, out / "report", _orders(plan, models, rows))
     return table
 
 
@@ -266,6 +266,22 @@ def _ablations(
     entries = [(models[a.of], CONFIGS[methods[a.of]](**{**given[a.of], **a.settings})) for a in wanted]
     measured = _in_turn("ablations", entries, plan.budget.ablation, 1, out, progress)
     return [{"name": a.name, "of": a.of, "changed": a.settings, **row} for a, row in zip(wanted, measured, strict=True)]
+
+
+PICTURED = ("word", "record", "sudoku", "code")  # families whose first task of the test split is shown
+
+
+def _orders(plan: Plan, models: Mapping[str, Model], rows: list[dict[str, Any]]) -> dict[str, str]:
+    """Pictures of the order in which the first entry with slots wrote its answers, by family."""
+    row = next((row for row in rows if row["chosen"] and row["method"] == "refusion" and not row["group"]), None)
+    if row is None:
+        return {}
+    model, config = models[row["entry"]], CONFIGS["refusion"](**row["given"])
+    items = {family: procedural.take(family, "test", 1)[0] for family in PICTURED}
+    return {
+        family: picture.order(item.prompt, model.generate(item.prompt, config), model.tokenizer.decode)
+        for family, item in items.items()
+    }
 
 
 def _in_turn(

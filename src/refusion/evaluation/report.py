@@ -46,14 +46,18 @@ def area(rows: Sequence[Row], x: str = "tokens_per_second", y: str = "accuracy")
     return total
 
 
-def write(table: Mapping[str, Any], folder: Path) -> None:
-    """`report.md`, `report.html` and the pictures as SVG into `folder`. Raises `UserError` without matplotlib."""
+def write(table: Mapping[str, Any], folder: Path, orders: Mapping[str, str] | None = None) -> None:
+    """`report.md`, `report.html` and the pictures as SVG into `folder`. Raises `UserError` without matplotlib.
+
+    orders: pictures of answers as SVG (`picture.order`), by family.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     rows = [row for row in table["rows"] if not row["group"]]
     pictures = {"plane": plane(rows), "families": families(rows)}
+    pictures |= {f"order-{family}": svg.encode() for family, svg in (orders or {}).items()}
     for name, picture in pictures.items():
         (folder / f"{name}.svg").write_bytes(picture)
-    (folder / "report.md").write_text(markdown(table), encoding="utf-8")
+    (folder / "report.md").write_text(markdown(table, list(orders or {})), encoding="utf-8")
     (folder / "report.html").write_text(page(table, pictures), encoding="utf-8")
 
 
@@ -103,6 +107,9 @@ def _family_lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     return [(row["entry"], *(f"{row['families'][n]['accuracy']:.2f}" for n in names)) for row in rows if row["chosen"]]
 
 
+ORDER_NOTE = "The first task of some families, at the setting of the first table. A row is a slot, its colour the round that wrote it."
+
+
 def _note(table: Mapping[str, Any]) -> str:
     first = table["rows"][0]
     return (
@@ -113,7 +120,9 @@ def _note(table: Mapping[str, Any]) -> str:
     )
 
 
-def markdown(table: Mapping[str, Any]) -> str:
+def markdown(table: Mapping[str, Any], orders: Sequence[str] = ()) -> str:
+    """The report; `orders` are the families of which there is a picture."""
+
     def rendered(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
         rows = [head, ["---"] * len(head), *body]
         return "\n".join("| " + " | ".join(row) + " |" for row in rows)
@@ -124,6 +133,8 @@ def markdown(table: Mapping[str, Any]) -> str:
         f"# {table['name']}: the comparison", "", rendered(HEAD, lines(rows)), "", _note(table), "",
         "![accuracy and speed](plane.svg)", "", "## By family", "",
         rendered(("method", *_family_names(rows)), _family_lines(rows)), "", "![by family](families.svg)", "",
+        *(["## The order of the slots", "", ORDER_NOTE, ""] if orders else []),
+        *(f"![{family}](order-{family}.svg)\n" for family in orders),
         *(["## Ablations of training", "", rendered(HEAD, lines(trained)), ""] if trained else []),
         *(["## Ablations of decoding", "", rendered(ABLATION_HEAD, _ablation_lines(table)), ""] if table.get("ablations") else []),
     ])  # fmt: skip
@@ -156,6 +167,10 @@ def page(table: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
     more = f"<h2>Ablations of training</h2>{rendered(HEAD, lines(trained))}" if trained else ""
     if table.get("ablations"):
         more += f"<h2>Ablations of decoding</h2>{rendered(ABLATION_HEAD, _ablation_lines(table))}"
+    orders = [name for name in pictures if name.startswith("order-")]
+    if orders:
+        shown = "".join(f"<p>{image(name, 'Slots in the order in which they were written')}</p>" for name in orders)
+        more = f"<h2>The order of the slots</h2><p>{ORDER_NOTE}</p>{shown}{more}"
     title = html.escape(f"{table['name']}: the comparison")
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
