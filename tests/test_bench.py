@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
+import xml.etree.ElementTree as ET
 from collections.abc import Generator
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -160,3 +163,14 @@ def test_methods_that_cannot_be() -> None:
         contestants([Runner()], ["refushion"], [])  # type: ignore[list-item]
     with pytest.raises(UserError, match="needs a mask token"):
         contestants([Runner(has_mask=False)], ["refusion"], [])  # type: ignore[list-item]
+
+
+def test_the_report_is_json_a_table_and_a_picture(tmp_path: Path) -> None:
+    report = run(entries(Runner()), limit=1, repeats=1)
+    bench.write(report, tmp_path / "new" / "folder")
+    folder = tmp_path / "new" / "folder"
+    assert json.loads((folder / "bench.json").read_text()) == report
+    assert markdown(report) in (folder / "bench.md").read_text()
+    assert ET.parse(folder / "bench.svg").getroot().tag.endswith("svg")
+    with pytest.raises(UserError, match="cannot be written"):
+        bench.write(report, folder / "bench.md")

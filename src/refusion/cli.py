@@ -486,6 +486,7 @@ def bench(
     limit: LimitFlag = 10,
     repeats: Annotated[int, _number(RUN, "Times that every prompt is answered. Higher: surer times.")] = 3,
     batch_sizes: Annotated[str, Parameter(group=RUN, help="Prompts answered at once, with commas between. Only 1 yet.")] = "1",
+    report: Annotated[Path | None, Parameter(group=RUN, help="Also write JSON, Markdown and a picture into this folder.")] = None,
     json: Annotated[bool, _switch(RUN, "Print one JSON object instead of a Markdown table.")] = False,
     settings: SettingsFlags = UNSET,
 ) -> None:
@@ -506,8 +507,10 @@ def bench(
     wanted = [name.strip() for name in methods.split(",") if name.strip()]
     entries = benchmark.contestants(loaded, wanted, [given])
     with bar("answers") as progress:
-        report = benchmark.run(entries, suite=suite, split=split, limit=limit, repeats=repeats, progress=progress)
-    print(globals()["json"].dumps(report) if json else benchmark.markdown(report))
+        measured = benchmark.run(entries, suite=suite, split=split, limit=limit, repeats=repeats, progress=progress)
+    print(globals()["json"].dumps(measured) if json else benchmark.markdown(measured))
+    if report is not None:
+        benchmark.write(measured, report)
 
 
 # --- train

@@ -13,6 +13,7 @@ nothing here can know whether it is.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import platform
@@ -29,6 +30,7 @@ import torch
 
 from refusion.config import CONFIGS, GenerationConfig, UserError, nearest
 from refusion.evaluation import procedural
+from refusion.evaluation.report import plane
 from refusion.events import Committed, Event
 from refusion.generate import Model, Result
 
@@ -263,6 +265,19 @@ def _processor() -> str:
 
 
 # --- for people
+
+
+def write(report: dict[str, Any], folder: Path) -> None:
+    """`bench.json`, `bench.md` and `bench.svg` (accuracy and speed) into `folder`. Raises `UserError` when they cannot be
+    written, or without matplotlib."""
+    picture = plane([{**row, "entry": f"{row['model']}, {row['method']}"} for row in report["rows"]])
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "bench.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        (folder / "bench.md").write_text(markdown(report) + "\n\n![accuracy and speed](bench.svg)\n", encoding="utf-8")
+        (folder / "bench.svg").write_bytes(picture)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
 
 
 def markdown(report: dict[str, Any]) -> str:

@@ -107,7 +107,7 @@ def _family_lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     return [(row["entry"], *(f"{row['families'][n]['accuracy']:.2f}" for n in names)) for row in rows if row["chosen"]]
 
 
-ORDER_NOTE = "The first task of some families, at the setting of the first table. A row is a slot, its colour the round that wrote it."
+ORDER_NOTE = "The first task of some families, at the chosen setting. A row is a slot, its colour the round that wrote it."
 
 
 def _note(table: Mapping[str, Any]) -> str:
