@@ -93,9 +93,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     batch, heads, rows, size = q.shape
     groups, columns = k.shape[1], k.shape[2]
     q = q.reshape(batch, groups, -1, size)  # [B, G, H/G * T, E]: the heads of a group share keys, no copy of them
-    scores = (q @ k.transpose(-1, -2)) * size**-0.5
-    scores = scores.view(batch, groups, -1, rows, columns).masked_fill(~mask[:, :, None], float("-inf"))
-    weights = scores.softmax(-1, dtype=torch.float32).to(v.dtype).view(batch, groups, -1, columns)
+    scores = ((q * size**-0.5) @ k.transpose(-1, -2)).view(batch, groups, -1, rows, columns)
+    scores = scores.masked_fill_(~mask[:, :, None], float("-inf"))
+    weights = scores.softmax(-1).view(batch, groups, -1, columns)  # in bfloat16 too it is summed in float32
     out: Tensor = weights[..., :CHUNK] @ v[..., :CHUNK, :]
     for start in range(CHUNK, columns, CHUNK):
         out = out + weights[..., start : start + CHUNK] @ v[..., start : start + CHUNK, :]
