@@ -174,6 +174,19 @@ def test_the_order_of_rows_and_padding_change_nothing(name: str) -> None:
     compare(gradients(model), expected)
 
 
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_padding_to_a_multiple_changes_no_loss_and_no_gradient(name: str) -> None:
+    model, rows, losses = fresh(), made(OBJECTIVES[name]), OBJECTIVES[name].losses
+    whole, padded = collate(rows, len(losses)), collate(rows, len(losses), 64)
+    assert padded.tokens.shape[1] % 64 == 0 and padded.tokens.shape[1] > whole.tokens.shape[1]
+    reports, grads = [], []
+    for batch in (whole, padded):
+        reports.append(accumulate(model, [batch], losses))
+        grads.append(gradients(model))
+    assert reports[0] == pytest.approx(reports[1], rel=1e-5)
+    compare(*grads)
+
+
 def test_twice_the_same_batch_is_the_same_loss_and_gradient() -> None:
     """Normalised over the global batch: not its size, but its content counts."""
     objective = OBJECTIVES["upstream"]

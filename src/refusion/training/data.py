@@ -133,9 +133,10 @@ class Batch:
         return np.asarray((self.tokens >= 0).sum(1))
 
 
-def collate(rows: list[TrainingRow], losses: int) -> Batch:
-    """Pad rows to the longest; padding has token -1, position 0, segment -1 and no target."""
-    width = max(len(row.tokens) for row in rows)
+def collate(rows: list[TrainingRow], losses: int, multiple: int = 1) -> Batch:
+    """Pad rows to the longest, or to the next `multiple` of tokens; padding has token -1, position 0, segment -1 and no
+    target."""
+    width = -(-max(len(row.tokens) for row in rows) // multiple) * multiple
 
     def pad(arrays: list[Ints], value: int) -> Ints:
         out = np.full((len(arrays), width), value, dtype=np.int64)
