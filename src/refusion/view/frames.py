@@ -23,7 +23,7 @@ from typing import Literal
 
 from refusion.events import Committed, Drafted, Event, Finished, Selected, Verified
 from refusion.live import State
-from refusion.view.trace import TokenText, Trace
+from refusion.view.trace import Trace
 
 Kind = Literal["open", "draft", "accepted", "rejected", "written"]
 

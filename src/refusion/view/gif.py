@@ -107,9 +107,11 @@ class _Painter:
 
     def pictures(self) -> Iterator[Image]:
         """The pictures one by one, with one palette: that of a step in which all colours of rounds appear."""
+        from PIL.Image import Dither
+
         palette = self._palette()
         for number, (frame, pieces) in enumerate(zip(self.steps, self.layouts, strict=True)):
-            yield self._picture(number, frame, pieces).quantize(palette=palette, dither=0)
+            yield self._picture(number, frame, pieces).quantize(palette=palette, dither=Dither.NONE)
 
     def _palette(self) -> Image:
         """Every colour on paper, and the shades between, in which the edges of letters are drawn."""

@@ -105,11 +105,11 @@ class Trace:
 
 def read_trace(path: Path) -> Trace:
     """Raises `UserError` naming the file, and the line that is broken."""
-    number = 0
+    number, reader = 0, _Reader()
     try:
         with path.open(encoding="utf-8", newline="\n") as file:
-            reader = _Reader()
-            for number, line in enumerate(file, 1):
+            for line in file:
+                number += 1
                 if line.strip():
                     reader.add(_object(line))
     except UnicodeDecodeError:
