@@ -227,7 +227,7 @@ def test_a_barred_token_is_not_drafted_however_likely(model: refusion.Model) -> 
     class Certain:
         config, lm_head = model.transformer.config, model.transformer.lm_head
 
-        def __call__(self, tokens: Any, *rest: Any) -> Any:
+        def together(self, tokens: Any, *rest: Any) -> Any:
             import torch
 
             return torch.zeros(1, tokens.shape[1], 4)

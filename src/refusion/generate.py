@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numbers
 import time
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn, overload
@@ -16,7 +16,7 @@ import torch
 
 from refusion.config import GenerationConfig, UserError, nearest
 from refusion.events import Committed, Event, Finished, to_dict
-from refusion.methods.base import Decoder, Forward, TokenIds
+from refusion.methods.base import Answer, Decoder, Forward, TokenIds
 from refusion.methods.registry import METHODS, method_of
 from refusion.models.checkpoint import FolderConfig, load_model, read_config, resolve_folder
 from refusion.models.prepack import prepack
@@ -26,6 +26,7 @@ from refusion.models.transformer import Transformer
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 Config = GenerationConfig  # one of the methods' own
+Steps = Generator[Forward | Event, Answer | None, "Result"]  # a request: what is to be computed, and what happens
 
 
 @dataclass(frozen=True)
@@ -148,18 +149,23 @@ class Model:
     @overload
     def generate(self, prompt: str, config: Config | None = None, raw: bool = False) -> Result: ...
     @overload
-    def generate(self, prompt: list[str], config: Config | None = None, raw: bool = False) -> list[Result]: ...
+    def generate(
+        self, prompt: list[str], config: Config | None = None, raw: bool = False, batch_size: int = 16
+    ) -> list[Result]: ...
     @overload
-    def generate(self, prompt: Any, config: Config | None = None, raw: bool = False) -> Any: ...
-    def generate(self, prompt: Any, config: Config | None = None, raw: bool = False) -> Any:
+    def generate(self, prompt: Any, config: Config | None = None, raw: bool = False, batch_size: int = 16) -> Any: ...
+    def generate(self, prompt: Any, config: Config | None = None, raw: bool = False, batch_size: int = 16) -> Any:
         """Write a response; for a list of prompts, a list of responses.
 
         prompt: text (one user turn if the model has a chat template), a list of {"role", "content"}, or token ids,
         taken verbatim; a list of these is several prompts. raw: no chat template. config: settings; unset ones come
-        from the model's generation_config.json. Raises `UserError` for what cannot be done.
+        from the model's generation_config.json. batch_size: how many prompts are answered at once (`refusion.engine`).
+        Raises `UserError` for what cannot be done.
         """
         if _several(prompt):
-            return [self.generate(one, config, raw) for one in prompt]
+            from refusion.engine import answer_all
+
+            return answer_all(self, prompt, config, raw, batch_size)
         stream = self.stream(prompt, config, raw)
         while True:
             try:
@@ -270,20 +276,46 @@ class Model:
         return replace(settings, max_new_tokens=room)
 
     def _run(self, prompt: list[int], settings: Config) -> Generator[Event, None, Result]:
-        clock = _Clock()
-        decoder = make_decoder(prompt, settings, self.ids)
+        clock = Clock()
+        steps, runner = self.begin(prompt, settings, clock)
+        answer = None
+        while True:
+            try:
+                item = steps.send(answer)
+            except StopIteration as stop:
+                result: Result = stop.value
+                return result
+            answer = None
+            if isinstance(item, Forward):
+                answer = runner(item)
+            else:
+                clock.stop()
+                yield item  # what the consumer does with it is not our time
+                clock.start()
+
+    def begin(self, prompt: list[int], settings: Config, clock: Clock) -> tuple[Steps, Runner]:
+        """For who drives: what is to be computed and what happens, step by step, and a runner that can compute it.
+
+        prompt, settings: as from `request`. clock: whoever drives stops it while others have the turn.
+        """
         assert settings.max_new_tokens is not None
         runner = Runner(self.transformer, self._barred, len(prompt) + 2 * settings.max_new_tokens)
+        return self._steps(prompt, settings, runner, clock), runner
+
+    def _steps(self, prompt: list[int], settings: Config, runner: Runner, clock: Clock) -> Steps:
+        decoder = make_decoder(prompt, settings, self.ids)
         fold = _Fold(self.tokenizer, settings.stop or (), () if settings.ignore_eos else self.ids.eos)
-        for event in drive(decoder, runner):
-            fold.add(event)
-            if isinstance(event, Finished):
+        answer = None
+        while not fold.stopped:
+            item = decoder.send(answer)
+            answer = None
+            if isinstance(item, Forward):
+                answer = yield item
+                continue
+            fold.add(item)
+            if isinstance(item, Finished):
                 break
-            clock.stop()
-            yield event  # what the consumer does with it is not our time
-            clock.start()
-            if fold.stopped:
-                break
+            yield item
         text, finished = fold.close()
         yield finished
         tokens, reason = finished.tokens, finished.reason
@@ -295,21 +327,6 @@ class Model:
 def make_decoder(prompt: Sequence[int], settings: Config, ids: TokenIds) -> Decoder:
     """The decoder that these settings ask for."""
     return method_of(settings).decode(prompt, settings, ids)
-
-
-def drive(decoder: Decoder, runner: Runner) -> Iterator[Event]:
-    """Run one decoder on one model to its end: answer its forwards, pass its events on."""
-    answer = None
-    while True:
-        try:
-            item = decoder.send(answer)
-        except StopIteration:
-            return
-        if isinstance(item, Forward):
-            answer = runner(item)
-        else:
-            answer = None
-            yield item
 
 
 def _several(prompt: Any) -> bool:
@@ -338,7 +355,7 @@ def _check_text(text: str) -> None:
         raise UserError("prompt is not valid Unicode: it holds half of a surrogate pair")
 
 
-class _Clock:
+class Clock:
     """Wall clock that can be stopped; starts running."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Answers a decoder's forward requests with a model and a cache: one request, one model.
+"""Answers decoders' forward requests with a model and a cache for each: one request, or several at once.
 
 Contract: probabilities are those of the full float32 softmax; drafts never take [MASK] or an id without a token
 (docs/algorithm.md, "Sampling"). Knows no slots and no text.
@@ -14,7 +14,7 @@ from torch import Tensor
 from refusion.cache import KeyValueCache, aligned
 from refusion.config import UserError
 from refusion.methods.base import Answer, Forward
-from refusion.models.transformer import Transformer
+from refusion.models.transformer import Part, Transformer
 from refusion.sampling import draw_rows
 
 # Kernels take other paths for the last 1-3 rows. With rows in fours, a row gives the same float32 bits however many
@@ -83,40 +83,33 @@ class Runner:
         )
         self.forwards, self.rows = 0, 0
 
-    @torch.inference_mode()
     def __call__(self, forward: Forward) -> Answer:
         """Run one forward. Its rows stay forgotten unless the next forward's `keep` names them."""
+        return together([(self, forward)])[0]
+
+    def begin(self, forward: Forward, first: int) -> Part:
+        """Ready the cache and say who sees whom; the forward's padded rows are rows `first`... of the whole."""
         self.cache.keep(forward.keep)
         if forward.cut is not None:
             assert not forward.keep
             self.cache.truncate(forward.cut)
         self.forwards += 1
         self.rows += len(forward.tokens)
-        padding = (0,) * (-len(forward.tokens) % ROW_MULTIPLE)
-        rows = len(forward.tokens) + len(padding)
+        rows = padded(len(forward.tokens))
         self.cache.reserve(rows)
-        tokens = torch.tensor([forward.tokens + padding], device=self.device)
-        positions = torch.tensor([forward.positions + padding], device=self.device)
         cached = self.cache.length
         columns = aligned(cached + rows)
         mask = visibility(
             forward.segments, cached, rows, columns, self.device, forward.bidirectional, forward.chained
-        )
-        hidden = self.model(tokens, positions, mask, self.cache)[0]
-        return self._answer(hidden, forward)
+        )  # fmt: skip
+        return Part(slice(first, first + rows), mask, self.cache)
 
-    def _answer(self, hidden: Tensor, forward: Forward) -> Answer:
-        """The output head on the rows that are asked for, and on no others. hidden: [T, D]."""
-        asked = [*forward.drafts, *(row for row, _ in forward.checks)]
-        if not asked:
-            return Answer()
-        rows = sorted(set(asked))
-        place = {row: i for i, row in enumerate(rows)}
-        index = torch.tensor(rows, device=self.device)
-        logits = self.model.logits(hidden[index]).float()  # [asked rows, V]
+    def answer(self, forward: Forward, rows: Sequence[int], logits: Tensor) -> Answer:
+        """What the forward asks for. logits: float32 [R, V] of these `rows` of it, ascending."""
         probabilities = logits.softmax(-1)
         if not bool(torch.isfinite(probabilities).all()):
             raise UserError("the model's outputs are not finite: its weights are broken, or too large for their type")
+        place = {row: i for i, row in enumerate(rows)}
         wanted = [place[row] for row in forward.drafts]
         tokens = self._take(logits[wanted].masked_fill(self.barred, float("-inf")), forward)
         values = probabilities[wanted].gather(-1, tokens[:, None])[:, 0]
@@ -130,3 +123,40 @@ class Runner:
             return logits.argmax(-1)
         uniforms = torch.tensor(forward.uniforms, dtype=torch.float64, device=self.device)
         return draw_rows(logits, forward.shaping, uniforms)
+
+
+def padded(rows: int) -> int:
+    """Rows that a forward of `rows` rows is computed with."""
+    return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
+
+
+@torch.inference_mode()
+def together(calls: Sequence[tuple[Runner, Forward]]) -> list[Answer]:
+    """The forwards of several requests on one model at once, each with its own runner. In float32 on a CPU each answer is what
+    it would be alone, to the bit."""
+    parts, tokens, positions, first = [], [], [], 0
+    for runner, forward in calls:
+        parts.append(runner.begin(forward, first))
+        rows = padded(len(forward.tokens))
+        tokens += [*forward.tokens, *(0,) * (rows - len(forward.tokens))]
+        positions += [*forward.positions, *(0,) * (rows - len(forward.tokens))]
+        first += rows
+    runner = calls[0][0]
+    hidden = runner.model.together(
+        torch.tensor([tokens], device=runner.device), torch.tensor([positions], device=runner.device), parts
+    )[0]  # [T, D]
+    return _answers(calls, parts, hidden)
+
+
+def _answers(calls: Sequence[tuple[Runner, Forward]], parts: Sequence[Part], hidden: Tensor) -> list[Answer]:
+    """The output head on the rows that are asked for, and on no others. hidden: [T, D]."""
+    asked = [sorted({*forward.drafts, *(row for row, _ in forward.checks)}) for _, forward in calls]
+    index = [part.rows.start + row for part, rows in zip(parts, asked, strict=True) for row in rows]
+    if not index:
+        return [Answer() for _ in calls]
+    logits = calls[0][0].model.logits(hidden[torch.tensor(index, device=hidden.device)]).float()  # [asked rows, V]
+    split = torch.split(logits, [len(rows) for rows in asked])
+    return [
+        runner.answer(forward, rows, own) if rows else Answer()
+        for (runner, forward), rows, own in zip(calls, asked, split, strict=True)
+    ]

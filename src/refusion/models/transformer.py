@@ -10,6 +10,7 @@ E head size, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -45,6 +46,15 @@ class KeyValueStore(Protocol):
     """What attention needs of a cache: hand in new columns of one layer, get back all that can be seen."""
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some of a forward's rows, which see nothing of the others: their mask, and their own cache."""
+
+    rows: slice
+    mask: Tensor | None  # bool [B or 1, 1, T, S] of these rows; None: plain causal
+    store: KeyValueStore | None
 
 
 class RMSNorm(nn.Module):
@@ -117,7 +127,7 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
             self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, store: KeyValueStore | None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, parts: Sequence[Part]) -> Tensor:
         batch, rows, _ = x.shape
         q = self.q_proj(x).view(batch, rows, -1, self.head_dim)  # [B, T, H, E]
         k = self.k_proj(x).view(batch, rows, -1, self.head_dim)  # [B, T, G, E]
@@ -126,17 +136,22 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q = rotate(q.transpose(1, 2), cos, sin)
         k = rotate(k.transpose(1, 2), cos, sin)
+        outs = [self._attend(q[:, :, p.rows], k[:, :, p.rows], v[:, :, p.rows], p.mask, p.store) for p in parts]
+        out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
+        projected: Tensor = self.o_proj(out.transpose(1, 2).reshape(batch, rows, -1))
+        return projected
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, store: KeyValueStore | None) -> Tensor:
+        """One part. q: [B, H, T, E]; k, v: [B, G, T, E]."""
+        rows = q.shape[2]
         if store is not None:
             k, v = store.update(self.layer, k, v)  # [B, G, S, E]
         if mask is not None and q.device.type == "cpu" and rows <= FEW_ROWS:
-            out = attend(q, k, v, mask)
-        else:
-            if self.repeats > 1:
-                k = k.repeat_interleave(self.repeats, dim=1)
-                v = v.repeat_interleave(self.repeats, dim=1)
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
-        projected: Tensor = self.o_proj(out.transpose(1, 2).reshape(batch, rows, -1))
-        return projected
+            return attend(q, k, v, mask)
+        if self.repeats > 1:
+            k = k.repeat_interleave(self.repeats, dim=1)
+            v = v.repeat_interleave(self.repeats, dim=1)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
 
 
 class MLP(nn.Module):
@@ -159,8 +174,8 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, store: KeyValueStore | None) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask, store)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, parts: Sequence[Part]) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, parts)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
@@ -209,10 +224,15 @@ class Transformer(nn.Module):
         means plain causal over the T rows (only without `store`). store: see `KeyValueStore`.
         """
         assert mask is not None or store is None, "a cache needs an explicit mask (docs/traps.md, 4)"
+        return self.together(tokens, positions, [Part(slice(None), mask, store)])
+
+    def together(self, tokens: Tensor, positions: Tensor, parts: Sequence[Part]) -> Tensor:
+        """As `forward`, for parts side by side, which cover all T rows in order: everything but attention is computed at
+        once."""
         x: Tensor = self.model.embed_tokens(tokens)
         cos, sin = rope_tables(positions, self.config.head_dim, self.config.rope_theta, x.dtype)
         for layer in self.model.layers:
-            x = layer(x, cos, sin, mask, store)
+            x = layer(x, cos, sin, parts)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
