@@ -14,6 +14,7 @@ from typing import Any
 
 import refusion
 from refusion.evaluation.evaluate import evaluate
+from refusion.evaluation.procedural import FAMILIES
 from refusion.models.checkpoint import WEIGHTS, count_parameters, load_model, save_folder
 from refusion.models.tokenizer import Tokenizer
 
@@ -66,6 +67,12 @@ def measure(model: refusion.Model, method: str, limit: int) -> dict[str, dict[st
     return reports
 
 
+def weights(data: dict[str, Any]) -> str:
+    """How the families are mixed, where they are not all alike."""
+    given = data.get("family_weights")
+    return "" if given is None else " times " + ", ".join(f"{w:g} ({f})" for f, w in zip(FAMILIES, given, strict=True))
+
+
 def card(run: Path, name: str, method: str, more: str, model: refusion.Model, limit: int) -> str:
     recipe = json.loads((run / "recipe.json").read_text(encoding="utf-8"))
     data, training, steps = recipe["data"], recipe["training"], records(run)
@@ -78,9 +85,9 @@ def card(run: Path, name: str, method: str, more: str, model: refusion.Model, li
     return CARD.format(
         name=name, what=what, architecture=model.folder.architecture, parameters=count_parameters(model.folder.model),
         data=f"the suite's training split, made by its generators (seed {data['seed']}, {data['rows_per_family']:,} tasks a "
-        f"family, {data['infill_fraction']:.0%} turned into infilling rows).",
+        f"family{weights(data)}, {data['infill_fraction']:.0%} turned into infilling rows).",
         training=f"{steps[-1]['step']:,} steps of {training['batch_size']} rows, {steps[-1]['tokens'] / 1e6:.1f}M tokens, "
-        f"{training['optimizer']}, seed {training['seed']}, {hours / 3600:.1f} hours on one CPU core.",
+        f"{training['optimizer']}, seed {training['seed']}, {hours / 3600:.1f} hours on a CPU.",
         more=more, limit=limit, table=table(measure(model, method, limit)),
     )  # fmt: skip
 
@@ -97,10 +104,10 @@ def main() -> None:
     folder = WEIGHTS / options.name
     defaults: dict[str, Any] = {"method": options.method}
     defaults |= {key: json.loads(value) for key, _, value in (entry.partition("=") for entry in options.setting)}
-    weights, tokenizer = load_model(options.run / "last", "cpu", "float32"), Tokenizer.from_folder(options.run / "last")
-    save_folder(folder, weights, tokenizer, defaults=defaults)
+    model, tokenizer = load_model(options.run / "last", "cpu", "float32"), Tokenizer.from_folder(options.run / "last")
+    save_folder(folder, model, tokenizer, defaults=defaults)
     text = card(options.run, options.name, options.method, options.more, refusion.load(options.name, "cpu"), options.limit)
-    save_folder(folder, weights, tokenizer, defaults=defaults, extra_files={"README.md": text})
+    save_folder(folder, model, tokenizer, defaults=defaults, extra_files={"README.md": text})
     print(text)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import refusion
 from refusion.config import AutoregressiveConfig, DecodeConfig, GenerationConfig, UserError
 from refusion.evaluation import bench, procedural
 from refusion.evaluation.bench import Contestant, Measured, Measurement, contestants, markdown, run
@@ -80,7 +81,7 @@ def test_rows_hold_sums_and_ratios() -> None:
     assert seen[-1][:2] == (3 * 2 * count, 3 * 2 * count) and len(seen) == 6 * count
     assert report["machine"]["torch"] == torch.__version__
     table = markdown(report)
-    assert "| runner | refusion | 0.500 | 5.00 | 2.0 | 5 (5-5) |" in table and table.count("\n") == 5
+    assert "| runner | refusion | 1 | 0.500 | 5.00 | 2.0 | 5 (5-5) |" in table and table.count("\n") == 5
 
 
 def test_contestants_take_turns_on_every_prompt_in_an_order_that_rotates() -> None:
@@ -128,7 +129,7 @@ def test_a_model_that_cannot_write_token_by_token_is_compared_with_one_that_can(
 
 def measurement(tokens: int, seconds: float, first: float = 1.0) -> Measurement:
     stats = Stats(1, tokens, 1, 1, 1, seconds)
-    return Measurement(Result("", [], "stop", (), stats, {}, ()), True, first, first, 0)
+    return Measurement(Result("", [], "stop", (), stats, {}, ()), True, seconds, first, first, 0)
 
 
 def test_the_time_of_the_first_forward_can_be_left_out() -> None:
@@ -174,3 +175,29 @@ def test_the_report_is_json_a_table_and_a_picture(tmp_path: Path) -> None:
     assert ET.parse(folder / "bench.svg").getroot().tag.endswith("svg")
     with pytest.raises(UserError, match="cannot be written"):
         bench.write(report, folder / "bench.md")
+
+
+def test_batches_are_measured_beside_single_prompts(trained_folder: Path) -> None:
+    """A real model: the answers are the same, and the time of what is written at once is shared out."""
+    model = refusion.load(trained_folder, device="cpu")
+    chosen = contestants([model], ["refusion"], [{"max_new_tokens": 8}], [1, 3])
+    assert [(c.config.method, c.batch_size) for c in chosen] == [
+        ("refusion", 1), ("autoregressive", 1), ("refusion", 3), ("autoregressive", 3),
+    ]  # fmt: skip
+    report = run(chosen, limit=2, repeats=1, warmup=1)
+    rows = {(row["method"], row["batch_size"]): row for row in report["rows"]}
+    for method in ("refusion", "autoregressive"):
+        one, three = rows[method, 1], rows[method, 3]
+        for key in ("accuracy", "tokens", "forwards", "tokens_per_forward", "rows_per_token", "n"):
+            assert one[key] == three[key], key
+        assert three["tokens_per_second"] > 0 and three["first_commit_seconds"] > 0
+        assert three["tokens_per_second_after_first_forward"] is None
+    assert rows["refusion", 3]["speedup"] == pytest.approx(
+        rows["refusion", 3]["tokens_per_second"] / rows["autoregressive", 3]["tokens_per_second"]
+    )
+    assert "| refusion | 3 |" in markdown(report)
+
+
+def test_batch_sizes_that_cannot_be() -> None:
+    with pytest.raises(UserError, match="batch sizes must be at least 1"):
+        contestants([Runner()], ["refusion"], [{}], [0])  # type: ignore[list-item]

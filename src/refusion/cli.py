@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from refusion.view.trace import TraceWriter
 
 USAGE, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
-MOST_EXAMPLES, MOST_THREADS = 1_000_000, 1024  # many more take all memory
+MOST_EXAMPLES, MOST_THREADS, MOST_AT_ONCE = 1_000_000, 1024, 4096  # many more take all memory
 
 OVERVIEW = """Write text with slot-parallel diffusion language models, measure, train.
 
@@ -485,7 +485,7 @@ def bench(
     split: Annotated[str, Parameter(group=RUN, help="train, validation, test or hard.")] = "test",
     limit: LimitFlag = 10,
     repeats: Annotated[int, _number(RUN, "Times that every prompt is answered. Higher: surer times.")] = 3,
-    batch_sizes: Annotated[str, Parameter(group=RUN, help="Prompts answered at once, with commas between. Only 1 yet.")] = "1",
+    batch_sizes: Annotated[str, Parameter(group=RUN, help="Prompts answered at once, with commas between.")] = "1",
     report: Annotated[Path | None, Parameter(group=RUN, help="Also write JSON, Markdown and a picture into this folder.")] = None,
     json: Annotated[bool, _switch(RUN, "Print one JSON object instead of a Markdown table.")] = False,
     settings: SettingsFlags = UNSET,
@@ -499,13 +499,12 @@ def bench(
       refusion bench --model nano --methods refusion,autoregressive --limit 10
     """
     given = _given(settings, None)
-    if batch_sizes.replace(" ", "") != "1":
-        raise UserError(f"--batch-sizes must be 1, got {batch_sizes!r}: prompts are answered one after another yet")
+    sizes = [_batch_size(word.strip()) for word in batch_sizes.split(",")]
     from refusion.evaluation import bench as benchmark
 
     loaded = [_load(name, device, dtype, threads) for name in dict.fromkeys(model)]
     wanted = [name.strip() for name in methods.split(",") if name.strip()]
-    entries = benchmark.contestants(loaded, wanted, [given])
+    entries = benchmark.contestants(loaded, wanted, [given], sizes)
     with bar("answers") as progress:
         measured = benchmark.run(entries, suite=suite, split=split, limit=limit, repeats=repeats, progress=progress)
     print(globals()["json"].dumps(measured) if json else benchmark.markdown(measured))
@@ -756,6 +755,12 @@ def _config(given: dict[str, Any], method: str | None, model: Model) -> Config:
             if name in given:
                 _warn(f"{_flag(name)} is ignored at temperature 0")
     return config
+
+
+def _batch_size(word: str) -> int:
+    if not (word.isascii() and word.isdigit() and 1 <= int(word[:9]) <= MOST_AT_ONCE):
+        raise UserError(f"--batch-sizes must be whole numbers from 1 to {MOST_AT_ONCE:,} with commas between, got {word!r:.40}")
+    return int(word)
 
 
 def _load(name: str, device: str | None, dtype: str | None, threads: int | None) -> Model:

@@ -54,6 +54,11 @@ class Engine:
         """Whether there is nothing to do."""
         return not self._waiting and not self._running
 
+    @property
+    def running(self) -> list[int]:
+        """The numbers of the requests that are being written."""
+        return [request.number for request in self._running]
+
     def add(self, prompt: Prompt, config: Config | None = None, raw: bool = False) -> int:
         """Line up a request, and say its number. Raises `UserError` at once for what cannot be done."""
         ids, settings = self.model.request(prompt, config, raw)

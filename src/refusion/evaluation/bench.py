@@ -2,8 +2,8 @@
 
 What makes it fair:
 * one engine for all, and token by token always beside it, by the same weights where they can;
-* the same prompts, in turn: for every prompt each contestant answers once before the next prompt comes, in an order that
-  rotates, so that a machine that gets slower or faster favours none;
+* the same prompts, in turn: for every prompt (of larger batches: every `ROUNDS` batches of prompts) each contestant answers once
+  before the next prompt comes, in an order that rotates, so that a machine that gets slower or faster favours none;
 * warm-up before the clock, several repeats, the median and its interval (bootstrap over prompts);
 * tokens after the end never count; tokens per forward is all tokens over all forwards.
 
@@ -20,8 +20,8 @@ import platform
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from refusion.config import CONFIGS, GenerationConfig, UserError, nearest
+from refusion.engine import Engine
 from refusion.evaluation import procedural
 from refusion.evaluation.report import plane
 from refusion.events import Committed, Event
@@ -37,6 +38,7 @@ from refusion.generate import Model, Result
 Progress = Callable[[int, int, str], None]
 BASELINE = "autoregressive"
 RESAMPLES = 1000  # of the bootstrap
+ROUNDS = 4  # batches that a contestant answers before the next has its turn: the last ones of a batch have little company
 
 
 @dataclass(frozen=True)
@@ -45,10 +47,11 @@ class Contestant:
 
     model: Model
     config: GenerationConfig
+    batch_size: int = 1  # prompts that are answered at once
 
     @property
     def label(self) -> str:
-        return f"{self.model.name}, {self.config.method}"
+        return f"{self.model.name}, {self.config.method}" + (f", {self.batch_size} at once" if self.batch_size > 1 else "")
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class Measurement:
 
     result: Result
     right: bool
+    seconds: float  # of the machine: of answers that were written at once, each has its equal share
     first_event: float  # until the first forward was done: prompt included
     first_commit: float
     memory: int  # bytes
@@ -74,7 +78,7 @@ class Measured:
         first = self.repeats[0]
         stats = [m.result.stats for m in first]
         tokens, forwards = sum(s.tokens for s in stats), sum(s.forwards for s in stats)
-        method = self.contestant.config.method
+        method, size = self.contestant.config.method, self.contestant.batch_size
         speeds = [_speed(repeat) for repeat in self.repeats]
         later = [_speed(repeat, after_first=True, early=int(method == BASELINE)) for repeat in self.repeats]
         accuracy = sum(m.right for m in first) / len(first)
@@ -82,13 +86,13 @@ class Measured:
         return {
             "model": self.contestant.model.name, "method": method,
             "settings": self.contestant.model.settings(self.contestant.config).to_dict(),
-            "parameters": self.contestant.model.folder.parameters, "batch_size": 1, "n": len(first),
+            "parameters": self.contestant.model.folder.parameters, "batch_size": size, "n": len(first),
             "accuracy": accuracy, "stderr": math.sqrt(accuracy * (1 - accuracy) / len(first)),
             "tokens": tokens, "forwards": forwards, "tokens_per_forward": tokens / max(1, forwards),
             "rows_per_token": sum(s.rows for s in stats) / max(1, tokens),
             "tokens_per_second": statistics.median(speeds),
             "tokens_per_second_interval": _interval(self.repeats, rng),
-            "tokens_per_second_after_first_forward": statistics.median(later),
+            "tokens_per_second_after_first_forward": statistics.median(later) if size == 1 else None,
             "first_commit_seconds": statistics.median(m.first_commit for repeat in self.repeats for m in repeat),
             "latency_seconds": {f"p{p}": _percentile(latencies, p) for p in (50, 90, 99)},
             "peak_memory_bytes": max(m.memory for repeat in self.repeats for m in repeat),
@@ -100,7 +104,7 @@ def _speed(measurements: Sequence[Measurement], after_first: bool = False, early
     """Tokens a second over all answers. With `after_first`, without the time of each answer's first forward, which holds the
     prompt, and without the `early` tokens that are written by then."""
     tokens = sum(m.result.stats.tokens - early for m in measurements)
-    seconds = sum(m.result.stats.seconds - (min(m.first_event, m.result.stats.seconds) if after_first else 0) for m in measurements)
+    seconds = sum(m.seconds - (min(m.first_event, m.seconds) if after_first else 0) for m in measurements)
     return tokens / seconds if seconds > 0 else 0.0
 
 
@@ -108,7 +112,7 @@ def _interval(repeats: Sequence[Sequence[Measurement]], rng: random.Random) -> l
     """95% interval of tokens a second, by bootstrap over prompts (each with all its repeats)."""
     count = len(repeats[0])
     tokens = [sum(repeat[i].result.stats.tokens for repeat in repeats) for i in range(count)]
-    seconds = [sum(repeat[i].result.stats.seconds for repeat in repeats) for i in range(count)]
+    seconds = [sum(repeat[i].seconds for repeat in repeats) for i in range(count)]
     speeds = []
     for _ in range(RESAMPLES):
         chosen = rng.choices(range(count), k=count)
@@ -129,7 +133,9 @@ def _percentile(ordered: Sequence[float], percent: float) -> float:
 # --- the run
 
 
-def contestants(models: Sequence[Model], methods: Sequence[str], settings: Sequence[dict[str, Any]]) -> list[Contestant]:
+def contestants(
+    models: Sequence[Model], methods: Sequence[str], settings: Sequence[dict[str, Any]], batch_sizes: Sequence[int] = (1,)
+) -> list[Contestant]:  # fmt: skip
     """Every method, at every setting, on the models that have learnt it, or, if none has, on all that can try; and token by
     token, on all models that have learnt to predict the next token.
 
@@ -153,7 +159,10 @@ def contestants(models: Sequence[Model], methods: Sequence[str], settings: Seque
     missing = set(methods) - {c.config.method for c in found.values()}
     if missing:
         raise UserError(f"none of the models can write by {', '.join(sorted(missing))}: that needs a mask token")
-    return list(found.values())
+    for size in batch_sizes:
+        if size < 1:
+            raise UserError(f"batch sizes must be at least 1, got {size}")
+    return [replace(contestant, batch_size=size) for size in dict.fromkeys(batch_sizes) for contestant in found.values()]
 
 
 def run(
@@ -173,22 +182,28 @@ def run(
     items = [item for family in procedural.FAMILIES for item in procedural.take(family, split, limit)]
     for item in items[:: max(1, len(items) // max(1, warmup))][:warmup]:
         for entry in entries:
-            measure(entry, item)
+            measure(entry, [item] * entry.batch_size)
     measured = [Measured(entry) for entry in entries]
     total, done = repeats * len(items) * len(entries), 0
     for repeat in range(repeats):
         for one in measured:
             one.repeats.append([])
-        for number, item in enumerate(items):
-            for one in _rotated(measured, repeat + number):
-                one.repeats[-1].append(measure(one.contestant, item))
-                done += 1
-                if progress is not None:
-                    progress(done, total, one.contestant.config.method)
+        for size in dict.fromkeys(entry.batch_size for entry in entries):
+            alike = [one for one in measured if one.contestant.batch_size == size]
+            for number, group in enumerate(_groups(items, 1 if size == 1 else ROUNDS * size)):
+                for one in _rotated(alike, repeat + number):
+                    one.repeats[-1] += measure(one.contestant, group)
+                    done += len(group)
+                    if progress is not None:
+                        progress(done, total, one.contestant.label)
     rng = random.Random(seed)
     rows = [one.row(rng) for one in measured]
     _add_ratios(rows)
     return {"suite": suite, "split": split, "rows": rows, "machine": machine(entries[0].model)}
+
+
+def _groups(items: Sequence[procedural.Item], size: int) -> Iterator[Sequence[procedural.Item]]:
+    yield from (items[i : i + size] for i in range(0, len(items), size))
 
 
 def _rotated(entries: list[Measured], by: int) -> list[Measured]:
@@ -197,15 +212,48 @@ def _rotated(entries: list[Measured], by: int) -> list[Measured]:
 
 
 def _add_ratios(rows: list[dict[str, Any]]) -> None:
-    """How many times faster than the same model token by token, in this run; if it cannot, than the first model that can."""
-    base = {row["model"]: row["tokens_per_second"] for row in rows if row["method"] == BASELINE}
-    other = next(iter(base.values()), 0.0)
+    """How many times faster than the same model token by token, as many at once, in this run; if it cannot, than the first
+    model that can."""
+    base = {(row["model"], row["batch_size"]): row["tokens_per_second"] for row in rows if row["method"] == BASELINE}
     for row in rows:
-        speed = base.get(row["model"], other)
+        other = next((speed for (_, size), speed in base.items() if size == row["batch_size"]), 0.0)
+        speed = base.get((row["model"], row["batch_size"]), other)
         row["speedup"] = row["tokens_per_second"] / speed if speed else None
 
 
-def measure(entry: Contestant, item: procedural.Item) -> Measurement:
+def measure(entry: Contestant, items: Sequence[procedural.Item]) -> list[Measurement]:
+    """Some tasks, answered one by one, or with `batch_size` answers under way as long as there are so many."""
+    return [_alone(entry, item) for item in items] if entry.batch_size == 1 else _at_once(entry, items)
+
+
+def _at_once(entry: Contestant, items: Sequence[procedural.Item]) -> list[Measurement]:
+    """Times of an answer count from its turn on."""
+    _reset_memory(entry.model)
+    engine = Engine(entry.model, entry.batch_size)
+    numbers = [engine.add(item.prompt, entry.config) for item in items]
+    began, first_event, first_commit = dict[int, float](), dict[int, float](), dict[int, float]()
+    results, memory, start = dict[int, Result](), 0, time.perf_counter()
+    while not engine.idle:
+        turn = time.perf_counter()
+        for number, heard in engine.tick():
+            now = time.perf_counter()
+            if isinstance(heard, Result):
+                results[number] = heard
+                continue
+            first_event.setdefault(number, now)
+            if isinstance(heard, Committed):
+                first_commit.setdefault(number, now)
+        began |= {number: turn for number in engine.running if number not in began}
+        memory = max(memory, _memory(entry.model))
+    share = (time.perf_counter() - start) / len(items)
+    return [
+        Measurement(results[n], item.check(results[n].text), share, first_event[n] - began[n],
+                    first_commit.get(n, first_event[n]) - began[n], memory)
+        for n, item in zip(numbers, items, strict=True)
+    ]  # fmt: skip
+
+
+def _alone(entry: Contestant, item: procedural.Item) -> Measurement:
     """One answer; the time of what is done here between two events is not the model's."""
     _reset_memory(entry.model)
     stream = entry.model.stream(item.prompt, entry.config)
@@ -221,7 +269,8 @@ def measure(entry: Contestant, item: procedural.Item) -> Measurement:
         if isinstance(event, Committed) and not first_commit:
             first_commit = now
         memory = max(memory, _memory(entry.model))
-    return Measurement(result, item.check(result.text), first_event, first_commit or result.stats.seconds, memory)
+    seconds = result.stats.seconds
+    return Measurement(result, item.check(result.text), seconds, first_event, first_commit or seconds, memory)
 
 
 # --- the machine
@@ -270,7 +319,7 @@ def _processor() -> str:
 def write(report: dict[str, Any], folder: Path) -> None:
     """`bench.json`, `bench.md` and `bench.svg` (accuracy and speed) into `folder`. Raises `UserError` when they cannot be
     written, or without matplotlib."""
-    picture = plane([{**row, "entry": f"{row['model']}, {row['method']}"} for row in report["rows"]])
+    picture = plane([{**row, "entry": f"{row['model']}, {row['method']}, {row['batch_size']} at once"} for row in report["rows"]])
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "bench.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
@@ -283,17 +332,17 @@ def write(report: dict[str, Any], folder: Path) -> None:
 def markdown(report: dict[str, Any]) -> str:
     """The report as a Markdown table."""
     head = (
-        "| model | method | accuracy | tokens/forward | rows/token | tokens/s (95%) | after the first forward | speed-up "
+        "| model | method | at once | accuracy | tokens/forward | rows/token | tokens/s (95%) | after the first forward | speed-up "
         "| first commit | p50 / p99 | memory |"
     )
     lines = [head, "|" + "---|" * (head.count("|") - 1)]
     for row in report["rows"]:
         low, high = row["tokens_per_second_interval"]
-        latency = row["latency_seconds"]
+        latency, later = row["latency_seconds"], row["tokens_per_second_after_first_forward"]
         lines.append(
-            f"| {row['model']} | {row['method']} | {row['accuracy']:.3f} | {row['tokens_per_forward']:.2f} "
+            f"| {row['model']} | {row['method']} | {row['batch_size']} | {row['accuracy']:.3f} | {row['tokens_per_forward']:.2f} "
             f"| {row['rows_per_token']:.1f} | {row['tokens_per_second']:,.0f} ({low:,.0f}-{high:,.0f}) "
-            f"| {row['tokens_per_second_after_first_forward']:,.0f} "
+            f"| {'' if later is None else format(later, ',.0f')} "
             f"| {'' if row['speedup'] is None else format(row['speedup'], '.2f')} | {row['first_commit_seconds'] * 1000:.0f} ms "
             f"| {latency['p50'] * 1000:.0f} / {latency['p99'] * 1000:.0f} ms | {row['peak_memory_bytes'] / 2**20:,.0f} MiB |"
         )
