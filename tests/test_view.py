@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import io
 import json
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,7 @@ from refusion.config import UserError
 from refusion.events import Committed, Drafted, Event, Finished, Selected, Verified, to_dict
 from refusion.view.frames import frames, rounds, visible
 from refusion.view.html import KINDS, data, page
-from refusion.view.replay import replay
+from refusion.view.replay import SLOTS_DELAY, replay
 from refusion.view.trace import Trace, TraceWriter, read_trace
 
 END = 9
@@ -74,11 +77,27 @@ def test_a_trace_that_was_cut_short_can_be_looked_at(lines: int, tmp_path: Path)
     assert len(frames(read)) == lines and page(read)
 
 
+def test_half_a_line_at_the_end_is_left_out(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    lines = path.read_text().splitlines(keepends=True)
+    for end in (1, 40, len(lines[3]) - 2):
+        path.write_text("".join([*lines[:3], lines[3][:end]]))
+        assert read_trace(path).events == EVENTS[:2]
+    path.write_text(lines[0][:20])
+    with pytest.raises(UserError, match="line 1: not JSON"):
+        read_trace(path)
+
+
 def test_older_traces_without_texts_show_numbers(tmp_path: Path) -> None:
     path = tmp_path / "old.jsonl"
-    lines = [{"event": "request", "model": "m", "prompt": "p", "prompt_ids": [1], "settings": {}}, *map(to_dict, EVENTS)]
+    lines = [{"event": "request", "model": "m", "prompt": "p", "prompt_ids": [1], "settings": {"slot_size": 2}}]
+    lines += map(to_dict, EVENTS)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert read_trace(path).decode([1, END]) == "⟨1⟩⟨9⟩"
+    read = read_trace(path)
+    assert read.decode([1, 2, END]) == "⟨1⟩⟨2⟩" and read.eos == {END}, "what was written behind the last token ended it"
+    assert [step.tokens for step in frames(read)] == [step.tokens for step in frames(trace())]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines[:-1]))
+    assert read_trace(path).eos == frozenset(), "nobody knows yet"
 
 
 REQUEST = {"event": "request", "model": "m", "prompt": "p", "settings": {"slot_size": 2}}
@@ -88,6 +107,9 @@ BROKEN: list[tuple[Any, str]] = [
     ({"event": 7}, "line 2: not a line of a trace"), ({"event": "danced"}, "line 2: unknown event 'danced'"),
     ({**DRAFTED, "round": -1}, "line 2: round must be whole numbers"),
     ({**DRAFTED, "positions": [1 << 40]}, "line 2: positions must be whole numbers"),
+    ({**DRAFTED, "round": True}, "line 2: round must be whole numbers"), (REQUEST, "line 2: unknown event 'request'"),
+    ({**DRAFTED, "probabilities": [float("nan")]}, "line 2: probabilities must be 1 numbers"),
+    ({**DRAFTED, "positions": 0}, "line 2: positions must be whole numbers"),
     ({**DRAFTED, "positions": [0, 1]}, "line 2: tokens must be as many as positions"),
     ({**DRAFTED, "tokens": ["x"]}, "line 2: tokens must be whole numbers"),
     ({**DRAFTED, "probabilities": ["x"]}, "line 2: probabilities must be 1 numbers"),
@@ -114,6 +136,9 @@ def test_a_broken_line_is_named(line: Any, message: str, tmp_path: Path, capsys:
 @pytest.mark.parametrize(("content", "message"), [
     (b"", "(empty)"), (b"\xff\xfe", "not UTF-8"), (b'{"event": "drafted"}\n', "begins with the request"),
     (b'{"event": "request", "model": 1, "prompt": "", "settings": {}}\n', "line 1: model must be a text"),
+    (b'{"event": "request", "model": "", "prompt": "", "settings": []}\n', "line 1: settings must be an object"),
+    (b'{"event": "request", "model": "", "settings": {}}\n', "line 1: there is no 'prompt'"),
+    (b'{"event": "request", "model": "", "prompt": "", "settings": {}, "eos_ids": [-1]}\n', "line 1: eos_ids must be whole"),
 ])  # fmt: skip
 def test_files_that_are_no_traces(content: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "x"
@@ -169,7 +194,7 @@ def test_tokens_that_are_a_character_together_are_shown_by_the_first() -> None:
 
 
 def test_text_can_stand_anywhere() -> None:
-    assert visible("a\x1b[2J\u202eb\u2028\ud800\n\tc") == "a␛[2J⟨202E⟩b⟨2028⟩\ufffd\n\tc"
+    assert visible("a\x1b[2J\u202eb\u2028\ud800\n\tc") == "a⟨1B⟩[2J⟨202E⟩b⟨2028⟩\ufffd\n\tc"
 
 
 # --- the page
@@ -222,13 +247,33 @@ def test_the_page_needs_nothing_else_and_holds_every_step() -> None:
         assert [c[2] if c else "" for c in cells] == list(step.texts)
 
 
+def test_the_policy_of_the_page_lets_its_own_style_and_program_through() -> None:
+    text = page(trace())
+    policy = next(a["content"] for tag, a in _Page(text).elements if a.get("http-equiv") == "Content-Security-Policy") or ""
+    assert policy.startswith("default-src 'none'; ")
+    for tag, directive in (("style", "style-src"), ("script", "script-src")):
+        inside = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(inside[0].encode()).digest()).decode()
+        assert len(inside) == 1 and f"{directive} 'sha256-{digest}'" in policy
+
+
+def test_the_page_knows_the_kinds_by_the_same_numbers() -> None:
+    named = re.search(r"const KINDS = (\[.*?\]);", _Page(page(trace())).scripts[1])
+    assert named is not None and tuple(json.loads(named[1])) == KINDS
+
+
 @pytest.mark.parametrize(
     "evil", ["</script><script>alert(1)</script>", "<!--<script>", '"><img src=x onerror=alert(1)>', "{{ 7 * 7 }}"]
 )
 def test_text_of_a_trace_stays_text(evil: str, tmp_path: Path) -> None:
     clean = _Page(page(read_trace(written(tmp_path))))
     read = read_trace(written(tmp_path, prompt=evil, texts={**TEXTS, 1: evil}))
+    read = replace(read, model=evil, text=evil, settings={**read.settings, "order": evil})
+    clean_settings = [("div", {}), ("dt", {}), ("dd", {})]
     found = _Page(page(read))
+    at = next(i for i, (tag, _) in enumerate(found.elements) if tag == "noscript") - len(clean_settings)
+    assert found.elements[at : at + 3] == clean_settings
+    del found.elements[at : at + 3]
     assert [tag for tag, _ in found.elements] == [tag for tag, _ in clean.elements]
     assert json.loads(found.scripts[0])["frames"][-1]["length"] == 4 and found.scripts[1:] == clean.scripts[1:]
     assert any(evil in change[2] for step in json.loads(found.scripts[0])["frames"] for change in step["changes"])
@@ -239,7 +284,7 @@ def test_text_of_a_trace_stays_text(evil: str, tmp_path: Path) -> None:
 
 def test_the_animation_has_a_picture_a_step(tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
-    from refusion.view.gif import LAST_STEP, animation
+    from refusion.view.gif import LAST_STEP, WIDTH, animation
 
     path = tmp_path / "x.gif"
     path.write_bytes(animation(trace(), speed=2))
@@ -248,7 +293,8 @@ def test_the_animation_has_a_picture_a_step(tmp_path: Path) -> None:
         for number in range(opened.n_frames):
             opened.seek(number)
             durations.append(opened.info["duration"])
-        assert opened.n_frames == len(frames(trace())) and opened.size[0] == 880
+        assert opened.n_frames == len(frames(trace()))
+        assert opened.size == (WIDTH, 28 + 20 + 20 + 2 * 30 + 12 + 118), "a line of prompt, two of text, the foot"
         assert durations == [350] * (opened.n_frames - 1) + [LAST_STEP]
 
 
@@ -275,6 +321,24 @@ def test_without_a_terminal_there_is_a_line_for_every_slot() -> None:
     out = io.StringIO()
     replay(trace(), stream=out)
     assert out.getvalue().splitlines() == ['round 0  slot 0  [0..1]  "a b"', 'round 1  slot 1  [2..3]  "c\\n"']
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("term", ["xterm", "dumb"])
+def test_on_a_terminal_the_prompt_stands_above(term: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", term)
+    waits: list[float] = []
+    monkeypatch.setattr("refusion.live.time.sleep", waits.append)
+    out = _Terminal()
+    replay(trace(prompt="why\x1b[2J?"), speed=2, stream=out)
+    assert out.getvalue().startswith("why⟨1B⟩[2J?\n\n") and "a b" in out.getvalue()
+    if term == "xterm":
+        assert waits and set(waits) == {SLOTS_DELAY / 2 / 2}, "half of the delay for a selection, half for a commit"
+        assert "round 1  4 forwards  3 tokens" in out.getvalue()
 
 
 # --- the command
@@ -309,7 +373,8 @@ def test_a_cut_trace_is_said_to_be(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(("flags", "message"), [
     (["--speed", "0"], "--speed must be between"), (["--speed", "nan"], "--speed must be between"),
     (["--html", "{trace}"], "is the trace itself"), (["--gif", "/nowhere/x.gif"], "cannot be written"),
-    (["--html", "/"], "cannot be written"),
+    (["--html", "/"], "cannot be written"), (["--gif", "{trace}"], "is the trace itself"),
+    (["--html", "/nowhere/x", "--gif", "/nowhere/x"], "need a file each"),
 ])  # fmt: skip
 def test_misuse(flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = written(tmp_path)

@@ -360,6 +360,8 @@ def view(
     """
     if not 0.01 <= speed <= 100:
         raise UserError(f"--speed must be between 0.01 and 100, got {speed}")
+    if html is not None and gif is not None and html.absolute() == gif.absolute():
+        raise UserError("--html and --gif need a file each")
     from refusion.view.trace import read_trace
 
     read = read_trace(trace)

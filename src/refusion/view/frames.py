@@ -216,8 +216,8 @@ def _characters(run: Sequence[bytes]) -> Iterator[str]:
 
 
 def visible(text: str) -> str:
-    """Text that can stand anywhere: signs for what would move a cursor, turn the direction of writing, or be no character.
-    Line breaks and tabs stay."""
+    """Text that can stand anywhere: numbers, as ⟨1B⟩, for what would move a cursor or turn the direction of writing, and a
+    sign for what is no character. Line breaks and tabs stay."""
     return text if text.isascii() and text.isprintable() else "".join(map(_visible, text))
 
 
@@ -225,6 +225,4 @@ def _visible(character: str) -> str:
     kind = unicodedata.category(character)
     if character in "\n\t" or kind not in ("Cc", "Cf", "Cs", "Zl", "Zp") or character == "\u200d":  # joins emoji
         return character
-    if ord(character) < 32:
-        return chr(0x2400 + ord(character))
     return "\ufffd" if kind == "Cs" else f"⟨{ord(character):02X}⟩"

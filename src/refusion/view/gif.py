@@ -103,7 +103,7 @@ class _Painter:
         self.lines = max(2, min(MOST_LINES, lines))
         self.top = MARGIN + 20 * len(self.prompt) + 20
         self.bottom = self.top + self.lines * LINE + 12  # of the response
-        self.height = self.bottom + 96
+        self.height = self.bottom + (118 if self.trace.slot_size else 96)
 
     def pictures(self) -> Iterator[Image]:
         """The pictures one by one, with one palette: that of a step in which all colours of rounds appear."""
@@ -164,7 +164,7 @@ class _Painter:
         if cell.kind == "rejected":
             draw.line((left, y + LINE / 2 - 3, right, y + LINE / 2 - 3), REFUSED, 2)
         if cell.kind == "accepted":
-            draw.line((left, y + LINE - 7, right, y + LINE - 7), HOLDS, 2)
+            draw.line((left, y + LINE - 9, right, y + LINE - 9), HOLDS, 2)
 
     def _frames_of_slots(self, draw: ImageDraw, frame: Frame, pieces: Sequence[Piece], lift: int) -> None:
         """A box around every selected slot, one a line."""
@@ -176,7 +176,7 @@ class _Painter:
                 box[1] = piece.x + piece.width
         for (_, line), (left, right) in boxes.items():
             y = lift + line * LINE
-            draw.rectangle((MARGIN + left - 2, y - 3, MARGIN + right + 1, y + LINE - 5), outline=ACCENT, width=2)
+            draw.rectangle((MARGIN + left - 2, y - 3, MARGIN + right + 1, y + LINE - 4), outline=ACCENT, width=2)
 
     def _foot(self, draw: ImageDraw, number: int, frame: Frame) -> None:
         """How far it is, the counters, and what happened."""
@@ -198,6 +198,22 @@ class _Painter:
         while self.small.getlength(note) > right - MARGIN:
             note = note[: -5] + "..."
         draw.text((MARGIN, y + 42), note, SOFT, self.small)
+        if self.trace.slot_size:
+            self._legend(draw, y + 64)
+
+    def _legend(self, draw: ImageDraw, y: float) -> None:
+        """How tokens look. The bar above shows the colours of the rounds."""
+        x: float = MARGIN
+        for word, ink in (("draft", FAINT), ("selected", FAINT), ("holds", INK), ("refused", REFUSED)):
+            end = x + self.small.getlength(word)
+            draw.text((x, y), word, ink, self.small)
+            if word == "selected":
+                draw.rectangle((x - 4, y - 3, end + 3, y + 17), outline=ACCENT, width=2)
+            elif word != "draft":
+                line = y + 17 if word == "holds" else y + 8
+                draw.line((x, line, end, line), HOLDS if word == "holds" else REFUSED, 2)
+            x = end + 26
+        draw.text((x, y), "written: in the colour of its round", SOFT, self.small)
 
 
 def _shown(frame: Frame) -> list[str]:

@@ -41,6 +41,7 @@ def data(trace: Trace, speed: float = 1.0) -> dict[str, Any]:
     steps = frames(trace)
     return {
         "slotSize": trace.slot_size,
+        "eos": sorted(trace.eos),
         "rounds": rounds(trace),
         "stepSeconds": (SLOTS_STEP if trace.slot_size else TOKEN_STEP) / 1000,
         "speed": speed,

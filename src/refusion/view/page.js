@@ -75,8 +75,9 @@ function paint(position) {
   span.hidden = cell === null;
   span.classList.remove("new");
   if (cell === null || painted[position] === cell) return;
-  const [, kind, text, , round] = cell;
+  const [, kind, text, token, round] = cell;
   span.className = "token " + KINDS[kind];
+  if (data.eos.includes(token)) span.classList.add("end");
   if (position === picked) span.classList.add("picked");
   if (round !== null) span.style.setProperty("--h", hue(round));
   write(span, kind === 0 ? "·" : text);
@@ -90,7 +91,8 @@ function describe(position) {
   const cell = cells[position];
   if (!cell || cell[1] === 0) return `position ${position}: open`;
   const [, kind, text, token, round, drafted, verified] = cell;
-  const parts = [`${JSON.stringify(text)}, token ${token}`, `position ${position}`];
+  const shown = text === "" ? "rest of the character before it" : JSON.stringify(text);
+  const parts = [`${shown}, token ${token}`, `position ${position}`];
   if (data.slotSize) parts.push(`slot ${slotOf(position)}`);
   if (drafted !== null) parts.push(`drafted with ${percent(drafted)}`);
   if (verified !== null) parts.push(`${kind === 3 ? "refused" : "verified"} with ${percent(verified)}`);

@@ -6,8 +6,8 @@
     {"event": "result", "text", "token_ids", "finish_reason", "stats", "settings"}
 
 `texts` says of each of an event's `tokens` what it adds to the text: a string, or a list of bytes where a token is no whole
-characters. A trace without the last two lines was cut short, and can be looked at all the same; so can one without `texts`
-and `eos_ids`, which older versions did not write.
+characters. A trace without the last two lines was cut short, and can be looked at all the same, half a line at its end left out;
+so can one without `texts` and `eos_ids`, which older versions did not write: what ended the text is then the token behind it.
 
 Contract: knows events, and neither models nor methods.
 """
@@ -110,7 +110,7 @@ def read_trace(path: Path) -> Trace:
         with path.open(encoding="utf-8", newline="\n") as file:
             for line in file:
                 number += 1
-                if line.strip():
+                if line.strip() and not (reader.request and _is_half(line)):
                     reader.add(_object(line))
     except UnicodeDecodeError:
         raise UserError(f"{path}: not a trace of refusion generate --trace (not UTF-8 text)") from None
@@ -123,6 +123,11 @@ def read_trace(path: Path) -> Trace:
     if reader.request is None:
         raise UserError(f"{path}: not a trace of refusion generate --trace (empty)")
     return reader.trace()
+
+
+def _is_half(line: str) -> bool:
+    """The last line, of a process that was killed while it wrote."""
+    return not line.endswith(("\n", "}"))
 
 
 def _object(line: str) -> dict[str, Any]:
@@ -149,7 +154,7 @@ class _Reader:
         if self.request is None:
             if name != "request":
                 raise ValueError("not a trace of refusion generate --trace, which begins with the request")
-            self.request = {**line, "eos_ids": _counts(line.get("eos_ids", []), "eos_ids")}
+            self.request = {**line, "eos_ids": _counts(line["eos_ids"], "eos_ids") if "eos_ids" in line else None}
             for key, kind in (("model", str), ("prompt", str), ("settings", dict)):
                 _checked(line[key], kind, key)
         elif self.result is not None:
@@ -172,12 +177,21 @@ class _Reader:
             if token not in self.texts:
                 self.texts[token] = text if isinstance(text, str) else bytes(_counts(text, "texts", 256))
 
+    def _behind_the_end(self) -> set[int]:
+        """The token that was written where the finished answer ends."""
+        last = self.events[-1] if self.events else None
+        if not isinstance(last, Finished) or not last.eos:
+            return set()
+        places = (zip(e.positions, e.tokens, strict=True) for e in self.events if isinstance(e, Committed))
+        return {token for pairs in places for position, token in pairs if position == len(last.tokens)}
+
     def trace(self) -> Trace:
         assert self.request is not None
         result = self.result or {"text": None, "stats": None}
+        eos = self._behind_the_end() if self.request["eos_ids"] is None else self.request["eos_ids"]
         return Trace(
             self.request["model"], self.request["prompt"], self.request["settings"], tuple(self.events), self.texts,
-            frozenset(self.request["eos_ids"]), result["text"], result["stats"],
+            frozenset(eos), result["text"], result["stats"],
         )  # fmt: skip
 
 
