@@ -11,7 +11,7 @@ from pathlib import Path
 import refusion
 from refusion.evaluation.picture import order
 
-PROMPT = "Define f(xs): keep the even ones, keep those under 7, square each, return the sum."
+PROMPT = "Define f(xs): keep the even ones, keep those under 9, square each, return the sum."
 
 
 def main() -> None:
