@@ -12,7 +12,7 @@ TORCH_INDEX ?=
 # Pins hold unless another torch is asked for.
 CONSTRAINTS := $(if $(filter torch==2.13.0,$(TORCH)),-c constraints.txt)
 
-PROMPT ?= Define f(xs): keep the even ones, keep those under 9, square each, return the sum.
+PROMPT ?= Write f(xs): keep those over 7, keep the even ones, add 8 to each, return the count.
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help

@@ -2,6 +2,7 @@
 
     python benchmarks/package_model.py runs/nano --name nano --method refusion [--limit 100]
 
+With several runs the weights are their mean, taken in float32; the card tells of the first.
 The accuracy is measured here, on the test split, with the weights as they are written.
 """
 
@@ -12,11 +13,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import refusion
 from refusion.evaluation.evaluate import evaluate
 from refusion.evaluation.procedural import FAMILIES
 from refusion.models.checkpoint import WEIGHTS, count_parameters, load_model, save_folder
 from refusion.models.tokenizer import Tokenizer
+from refusion.models.transformer import Transformer
 
 CARD = """---
 license: apache-2.0
@@ -36,6 +40,15 @@ license: apache-2.0
 
 {table}
 """
+
+
+def mean(runs: list[Path]) -> Transformer:
+    """The last model of the first run, with the mean of all runs' weights."""
+    first, *others = [load_model(run / "last", "cpu", "float32") for run in runs]
+    with torch.no_grad():
+        for weights in zip(first.parameters(), *(other.parameters() for other in others), strict=True):
+            weights[0].copy_(torch.stack(weights).mean(0))
+    return first
 
 
 def records(run: Path) -> list[dict[str, Any]]:
@@ -94,7 +107,7 @@ def card(run: Path, name: str, method: str, more: str, model: refusion.Model, li
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path)
+    parser.add_argument("runs", type=Path, nargs="+")
     parser.add_argument("--name", required=True)
     parser.add_argument("--method", choices=("refusion", "autoregressive"), required=True)
     parser.add_argument("--setting", action="append", default=[], help="a decoding default, say slot_threshold=0.9")
@@ -104,9 +117,9 @@ def main() -> None:
     folder = WEIGHTS / options.name
     defaults: dict[str, Any] = {"method": options.method}
     defaults |= {key: json.loads(value) for key, _, value in (entry.partition("=") for entry in options.setting)}
-    model, tokenizer = load_model(options.run / "last", "cpu", "float32"), Tokenizer.from_folder(options.run / "last")
+    model, tokenizer = mean(options.runs), Tokenizer.from_folder(options.runs[0] / "last")
     save_folder(folder, model, tokenizer, defaults=defaults)
-    text = card(options.run, options.name, options.method, options.more, refusion.load(options.name, "cpu"), options.limit)
+    text = card(options.runs[0], options.name, options.method, options.more, refusion.load(options.name, "cpu"), options.limit)
     save_folder(folder, model, tokenizer, defaults=defaults, extra_files={"README.md": text})
     print(text)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import refusion
 from refusion.evaluation.picture import order
 
-PROMPT = "Define f(xs): keep the even ones, keep those under 9, square each, return the sum."
+PROMPT = "Write f(xs): keep those over 7, keep the even ones, add 8 to each, return the count."
 
 
 def main() -> None:
