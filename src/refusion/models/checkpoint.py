@@ -16,7 +16,7 @@ import shutil
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from refusion.config import LARGEST_SHAPE, UserError, nearest
 from refusion.models.layouts import LAYOUTS, PLAIN, Layout
+from refusion.models.rope import FIELDS, KINDS, RopeScaling, yarn_attention
 from refusion.models.tokenizer import Tokenizer, one_line, read_json, special_ids
 from refusion.models.transformer import ModelConfig, Transformer
 
@@ -126,11 +127,11 @@ def count_parameters(config: ModelConfig) -> int:
 class _Fields:
     """Typed access to a JSON file's fields; complaints name the file and the field. null counts as absent."""
 
-    def __init__(self, raw: Mapping[str, Any], path: Path) -> None:
-        self.raw, self.path = raw, path
+    def __init__(self, raw: Mapping[str, Any], path: Path, prefix: str = "") -> None:
+        self.raw, self.path, self.prefix = raw, path, prefix  # prefix: of a table within the file, "rope_scaling."
 
     def fail(self, message: str) -> UserError:
-        return UserError(f"{self.path}: {message}")
+        return UserError(f"{self.path}: {self.prefix}{message}")
 
     def whole(self, name: str, default: int | None = None) -> int:
         value = self.raw.get(name)
@@ -143,9 +144,11 @@ class _Fields:
             raise self.fail(f"{name} must be at most {LARGEST_SHAPE[name]:,}, got {value!r:.40}")
         return value
 
-    def number(self, name: str, default: float) -> float:
+    def number(self, name: str, default: float | None = None) -> float:
         value = self.raw.get(name)
         value = default if value is None else value
+        if value is None:
+            raise self.fail(f"{name} is missing")
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e300:
             raise self.fail(f"{name} must be a number above 0, got {value!r:.40}")
         return float(value)
@@ -225,6 +228,7 @@ def _model_config(config: _Fields) -> ModelConfig:
         raise config.fail("quantization_config: quantised weights are not supported")
     hidden, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
     bias = kind != "qwen2" and config.flag("attention_bias")
+    theta, scaling = _rope(config)
     shape = ModelConfig(
         model_type=kind,
         vocab_size=config.whole("vocab_size"),
@@ -235,7 +239,8 @@ def _model_config(config: _Fields) -> ModelConfig:
         num_key_value_heads=config.whole("num_key_value_heads", heads),
         head_dim=config.whole("head_dim", 128 if kind == "qwen3" else max(hidden // heads, 1)),  # as in transformers
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
-        rope_theta=_rope_theta(config),
+        rope_theta=theta,
+        rope_scaling=scaling,
         max_position_embeddings=config.whole("max_position_embeddings", 2048 if kind == "llama" else 32768),
         tie_word_embeddings=config.flag("tie_word_embeddings"),
         qkv_bias=bias or kind == "qwen2",
@@ -264,16 +269,39 @@ def _check_shape(config: _Fields, shape: ModelConfig) -> None:
             raise config.fail(f"sliding_window ({window}) is in use, which is not supported")
 
 
-def _rope_theta(config: _Fields) -> float:
-    """Base of the rotary embedding: in `rope_parameters` (new), or `rope_theta` beside `rope_scaling` (old)."""
+def _rope(config: _Fields) -> tuple[float, RopeScaling | None]:
+    """Base of the rotary embedding, and how it is stretched: all in `rope_parameters` (new), or `rope_theta` beside
+    `rope_scaling` (old)."""
     name = "rope_scaling" if config.raw.get("rope_scaling") else "rope_parameters"
-    table = _Fields(config.table(name), config.path)
+    table = _Fields(config.table(name), config.path, f"{name}.")
     kind = table.raw.get("rope_type", table.raw.get("type", "default"))
-    if kind != "default" or any(isinstance(value, dict) for value in table.raw.values()):
-        raise config.fail(f"{name}: rope_type {kind!r} is not supported (known: 'default')")
+    if kind not in ("default", *KINDS) or any(isinstance(value, dict) for value in table.raw.values()):
+        known = ", ".join(repr(k) for k in ("default", *KINDS))
+        raise config.fail(f"{name}: rope_type {kind!r} is not supported (known: {known})")
     if table.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0)) != 1.0:
         raise config.fail("partial_rotary_factor other than 1 is not supported")
-    return table.number("rope_theta", config.number("rope_theta", 10000.0))
+    theta = table.number("rope_theta", config.number("rope_theta", 10000.0))
+    return theta, None if kind == "default" else _rope_scaling(table, config, kind)
+
+
+def _rope_scaling(table: _Fields, config: _Fields, kind: str) -> RopeScaling:
+    factor = table.number("factor")
+    if kind == "linear":
+        return RopeScaling(kind, factor)
+    context = config.raw.get("max_position_embeddings")
+    context = table.whole("original_max_position_embeddings", context if isinstance(context, int) else None)
+    if kind == "llama3":
+        low, high = table.number("low_freq_factor"), table.number("high_freq_factor")
+        if low >= high:
+            raise table.fail(f"low_freq_factor ({low:g}) must be less than high_freq_factor ({high:g})")
+        return RopeScaling(kind, factor, context, low, high)
+    usual = yarn_attention(factor)
+    if table.raw.get("mscale") and table.raw.get("mscale_all_dim"):
+        usual = yarn_attention(factor, table.number("mscale")) / yarn_attention(factor, table.number("mscale_all_dim"))
+    return RopeScaling(
+        kind, factor, context, beta_fast=table.number("beta_fast", 32.0), beta_slow=table.number("beta_slow", 1.0),
+        attention_factor=table.number("attention_factor", usual), truncate=table.flag("truncate", True),
+    )  # fmt: skip
 
 
 # --- weights: reading
@@ -474,10 +502,12 @@ def hf_config(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
         assert config.head_dim * config.num_attention_heads == config.hidden_size, "qwen2 has no head_dim of its own"
         del shape["head_dim"]
         shape |= {"use_sliding_window": False}
-    rope = {"rope_type": "default", "rope_theta": config.rope_theta}
+    scaling = config.rope_scaling
+    stretch = {} if scaling is None else {name: asdict(scaling)[name] for name in FIELDS[scaling.rope_type]}
+    rope = {"rope_type": "default", **stretch, "rope_theta": config.rope_theta}
     return {
         "architectures": [ARCHITECTURES[kind]], "model_type": kind, "hidden_act": "silu", "attention_dropout": 0.0,
-        **shape, "rope_parameters": rope, "rope_scaling": None, "torch_dtype": str(dtype).removeprefix("torch."),
+        **shape, "rope_parameters": rope, "rope_scaling": stretch or None, "torch_dtype": str(dtype).removeprefix("torch."),
         "use_cache": True,
     }  # fmt: skip
 

@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from refusion.models.rope import RopeScaling, frequencies
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -40,6 +42,7 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     initializer_range: float = 0.02
+    rope_scaling: RopeScaling | None = None
 
 
 class KeyValueStore(Protocol):
@@ -69,18 +72,19 @@ class RMSNorm(nn.Module):
         return self.weight * wide.to(x.dtype)
 
 
-def rope_tables(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rope_tables(
+    positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype, scaling: RopeScaling | None = None
+) -> tuple[Tensor, Tensor]:
     """cos and sin of the rotary embedding, each [B, 1, T, E], computed in float32.
 
     >>> cos, sin = rope_tables(torch.tensor([[0, 7]]), 4, 10000.0, torch.float32)
     >>> cos[0, 0, 0].tolist()          # position 0 is not rotated
     [1.0, 1.0, 1.0, 1.0]
     """
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
-    frequency = 1.0 / theta**exponent  # rounded as Hugging Face rounds it: at position 30,000 an ulp is 0.002 rad
-    angle = positions.float()[:, None, :, None] * frequency  # [B, 1, T, E/2]
+    angle = positions.float()[:, None, :, None] * frequencies(head_dim, theta, scaling, positions.device)  # [B, 1, T, E/2]
     angle = torch.cat((angle, angle), dim=-1)
-    return angle.cos().to(dtype), angle.sin().to(dtype)
+    longer = 1.0 if scaling is None else scaling.attention_factor
+    return (angle.cos() * longer).to(dtype), (angle.sin() * longer).to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -230,7 +234,8 @@ class Transformer(nn.Module):
         """As `forward`, for parts side by side, which cover all T rows in order: everything but attention is computed at
         once."""
         x: Tensor = self.model.embed_tokens(tokens)
-        cos, sin = rope_tables(positions, self.config.head_dim, self.config.rope_theta, x.dtype)
+        config = self.config
+        cos, sin = rope_tables(positions, config.head_dim, config.rope_theta, x.dtype, config.rope_scaling)
         for layer in self.model.layers:
             x = layer(x, cos, sin, parts)
         return x
