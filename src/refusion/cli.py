@@ -14,7 +14,7 @@ import shlex
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import field, fields, make_dataclass, replace
+from dataclasses import asdict, field, fields, make_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO, get_type_hints
 
@@ -636,6 +636,38 @@ def reproduce(
         return INTERRUPTED
     print(folder / "report" / "report.md")
     return 0
+
+
+# --- convert
+
+
+@app.command(sort_key=4)
+def convert(
+    source: Annotated[str, Parameter(group=RUN, help="A model folder, a hub id, a GGUF file, or smollm2-135m.")],
+    out: Annotated[Path, Parameter(group=RUN, help="The new folder.")],
+    *,
+    mask_token: Annotated[
+        str | None,
+        Parameter(group=RUN, help="Text of the mask token: a new one, or one that the tokenizer has and no text contains."),
+    ] = None,
+    dtype: Annotated[str, Parameter(group=RUN, help="Of the written weights: bfloat16 or float32.")] = "bfloat16",
+    json: Annotated[bool, _switch(RUN, "Print one JSON object.")] = False,
+) -> None:
+    """Give an autoregressive model a mask token, so that it can be trained to fill slots.
+
+    The new row of the embedding is the mean of all others. Train the folder with
+    `refusion train RECIPE`, its path as model.start (docs/training.md).
+    For example:
+      refusion convert Qwen/Qwen3-0.6B qwen3-mask
+    """
+    from refusion.models.convert import convert as run
+
+    made = run(source, out, mask_token=mask_token, dtype=dtype)
+    if json:
+        print(globals()["json"].dumps({**asdict(made), "folder": str(made.folder)}, ensure_ascii=False))
+        return
+    rows = f", in {made.new_rows} new rows" if made.new_rows else ", in a row that was there"
+    print(f"{made.folder}: {made.parameters:,} parameters, mask token {made.mask_token!r} = {made.mask_token_id}{rows}")
 
 
 # --- info

@@ -218,6 +218,11 @@ def read_config(folder: str | Path) -> FolderConfig:
     )  # fmt: skip
 
 
+def model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
+    """The shape that the fields of a config.json describe; `path` is what a complaint names."""
+    return _model_config(_Fields(raw, path))
+
+
 def _model_config(config: _Fields) -> ModelConfig:
     kind = str(config.raw.get("model_type"))
     if kind not in ARCHITECTURES:

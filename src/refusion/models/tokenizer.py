@@ -223,6 +223,24 @@ class Tokenizer:
         """Source of the default chat template."""
         return self._templates.get("default") or next(iter(self._templates.values()), None)
 
+    def with_mask(self, text: str) -> Tokenizer:
+        """The same tokenizer with `text` as its mask token: a token that it has, or a new one after the last.
+
+        Raises `UserError` when there is a mask token already, or the text is empty.
+        """
+        if self.mask_token_id is not None:
+            raise UserError(f"the tokenizer has a mask token already ({self.mask_token or self.mask_token_id})")
+        if not text.strip():
+            raise UserError("mask_token must not be empty")
+        spec = json.loads(self._json)
+        known = _ids(spec)
+        if text not in known:
+            known[text] = max(known.values(), default=-1) + 1
+        if text not in {token["content"] for token in spec["added_tokens"]}:
+            spec["added_tokens"].append(_added_token(known[text], text, True))
+        specials = {**self._specials, "mask_token": text}
+        return Tokenizer(spec, specials, self._templates, known[text], self._extra_specials)
+
     @property
     def vocab_size(self) -> int:
         """Highest id + 1, added tokens and the mask token included."""
