@@ -27,9 +27,11 @@ def vocabulary(reserved: int = 0, learnt: int = 0) -> Tokenizer:
     """Two specials, `reserved` that are never used, 256 bytes, and `learnt` pairs of them."""
     specials = ["<|im_start|>", "<|im_end|>", *(f"<reserved_{i}>" for i in range(reserved))]
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=258 + reserved + learnt, special_tokens=specials, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        vocab_size=258 + reserved + learnt,
+        special_tokens=specials,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
-    )  # fmt: skip
+    )
     plain = tokenizers.Tokenizer(tokenizers.models.BPE())
     plain.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     plain.decoder = tokenizers.decoders.ByteLevel()
