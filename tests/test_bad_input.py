@@ -155,6 +155,12 @@ MISUSES = {
     "override of the wrong type": (["train", "{recipe}", "--training.max-steps", "many"], "training.max_steps"),
     "misspelt train option": (["train", "{recipe}", "--resmue"], "'resume'"),
     "train on an unknown device": (["train", "{recipe}", "--device", "abacus"], "--device"),
+    "plot of nothing": (["plot"], "RUNS"),
+    "plot of a missing folder": (["plot", "/no/such/run"], "/no/such/run"),
+    "plot of a file": (["plot", "{file}"], "is a file"),
+    "plot of a folder that is no run": (["plot", "{empty}"], "metrics.jsonl"),
+    "plot of an unknown kind": (["plot", "{empty}", "--out", "plot.jpg"], ".png, .svg or .pdf"),
+    "plot over something unknown": (["plot", "{empty}", "--x", "stpes"], "--x"),
     "nothing to resume": (["train", "{recipe}", "--out", "{empty}", "--resume"], "nothing to resume"),
 }  # fmt: skip
 

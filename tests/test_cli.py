@@ -40,7 +40,7 @@ def generate(trained_folder: Path, capsys: pytest.CaptureFixture[str]) -> Any:
 # --- help
 
 
-@pytest.mark.parametrize("command", ["generate", "eval", "train", "info", "examples"])
+@pytest.mark.parametrize("command", ["generate", "eval", "train", "plot", "info", "examples"])
 def test_help_of_every_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     assert command in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The command `refusion`: generate, view, eval, bench, train, info, examples.
+"""The command `refusion`: generate, view, eval, bench, train, plot, info, examples.
 
 Contract: `main(argv)` returns an exit code and never shows a traceback for what the user can put right: one line on
 stderr and 2. Answers go to stdout, everything else to stderr. Commands import what they need when they run: help must
@@ -598,6 +598,34 @@ def _validation(defaults: dict[str, Any]) -> Decode:
         return validation_decode(Model("training", transformer, tokenizer, folder), limit)
 
     return decode
+
+
+# --- plot
+
+
+@app.command(sort_key=4)
+def plot(
+    runs: Annotated[list[Path], Parameter(group=RUN, help="Folders of runs, as refusion train --out made them.")],
+    /,
+    *,
+    out: Annotated[
+        Path | None,
+        Parameter(group=RUN, help="The file: .png, .svg or .pdf. Default: plot.svg, in the run's folder, or, for several runs, "
+                  "in the working directory."),
+    ] = None,
+    x: Annotated[Literal["steps", "tokens"], Parameter(group=RUN, help="What the values are drawn over.")] = "steps",
+) -> None:  # fmt: skip
+    """Draw how training runs went: losses, accuracy, tokens per forward, learning rate, speed.
+
+    Several runs are drawn into the same panels. A run that goes on can be drawn too.
+    Needs matplotlib: pip install 'refusion[report]'.
+    For example:
+      refusion plot runs/nano
+      refusion plot runs/nano runs/nano-ar --x tokens --out both.png
+    """
+    from refusion.training.plot import plot as draw
+
+    print(draw(runs, out, x))
 
 
 # --- reproduce

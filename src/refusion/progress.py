@@ -1,6 +1,7 @@
 """Progress of long work with the time left: a bar on a terminal, a plain line now and then elsewhere.
 
-Contract: `bar` hands out a function to call with (done, total, note). Work itself knows only that function.
+Contract: `bar` hands out a function to call with (done, total, note). Work itself knows only that function. Another total is
+another piece of work: its pace is measured anew.
 """
 
 from __future__ import annotations
@@ -28,7 +29,15 @@ def bar(label: str) -> Iterator[Report]:
     # a long window: steps and validations take turns, and the time left must not jump with them
     with Progress(*columns, console=Console(stderr=True), transient=True, speed_estimate_period=600) as shown:
         task = shown.add_task(label, total=None, note="")
-        yield lambda done, total, note: shown.update(task, completed=done, total=total, note=note)
+        totals: set[int] = set()
+
+        def report(done: int, total: int, note: str) -> None:
+            if total not in totals:
+                totals.add(total)
+                shown.reset(task, total=total)
+            shown.update(task, completed=done, total=total, note=note)
+
+        yield report
 
 
 class _Lines:
@@ -36,14 +45,14 @@ class _Lines:
     of long work."""
 
     def __init__(self, label: str) -> None:
-        self.label, self._first, self._printed = label, 0, 0.0
+        self.label, self._first, self._printed, self._total = label, 0, 0.0, 0
         self._began: float | None = None
 
     def __call__(self, done: int, total: int, note: str) -> None:
         now = time.monotonic()
-        if self._began is None:  # work may be resumed: the pace is that of what is done from here on
+        if self._began is None or total != self._total:  # work may be resumed: the pace is that of what is done from here on
             self._began = self._printed = now
-            self._first = done
+            self._first, self._total = done, total
         last = done >= total and now - self._began >= QUIET  # short work needs no line at all
         if now - self._printed < QUIET and not last:
             return

@@ -8,6 +8,7 @@ This module knows no model, no tensors (it does not import torch) and no slots.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import secrets
@@ -222,6 +223,12 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         """Source of the default chat template."""
         return self._templates.get("default") or next(iter(self._templates.values()), None)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of all that decides how text becomes ids: the files' content, special tokens and templates."""
+        parts = [self._json, self._specials, self._templates, self._extra_specials, self.mask_token_id]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def with_mask(self, text: str) -> Tokenizer:
         """The same tokenizer with `text` as its mask token: a token that it has, or a new one after the last.

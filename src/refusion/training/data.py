@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,6 +74,36 @@ class RowStore:
     def load(path: Path) -> RowStore:
         with np.load(path) as data:
             return RowStore(data["ids"], data["bounds"])
+
+
+class Mixture:
+    """Rows of several stores as one. In an epoch, a store's rows are taken `weights` times: 2 is twice each, 0.5 a half of them,
+    drawn anew every epoch."""
+
+    def __init__(self, stores: Sequence[RowStore], weights: Sequence[float] | None = None) -> None:
+        self.stores = list(stores)
+        self.weights = [1.0] * len(self.stores) if weights is None else list(weights)
+        assert len(self.weights) == len(self.stores) > 0
+        self._starts = np.cumsum([0, *(len(store) for store in self.stores)])
+        self.lengths: Ints = np.concatenate([store.lengths for store in self.stores])
+        self.per_epoch = sum(round(weight * len(store)) for weight, store in zip(self.weights, self.stores, strict=True))
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def pair(self, row: int) -> tuple[Ints, Ints]:
+        """Prompt and answer ids; the answer ends with end-of-sequence, unless it was cut."""
+        store = int(np.searchsorted(self._starts, row, side="right")) - 1
+        return self.stores[store].pair(row - int(self._starts[store]))
+
+    def epoch(self, rng: np.random.Generator) -> Ints:
+        """The numbers of an epoch's rows, shuffled."""
+        taken = []
+        for start, store, weight in zip(self._starts, self.stores, self.weights, strict=False):
+            whole, part = divmod(round(weight * len(store)), len(store))
+            taken += [np.arange(len(store)) + start] * whole
+            taken += [rng.permutation(len(store))[:part] + start] if part else []
+        return rng.permutation(np.concatenate(taken)) if taken else np.empty(0, dtype=np.int64)
 
 
 def cached_store(path: Path, fingerprint: object, build: Callable[[], RowStore]) -> RowStore:
@@ -163,16 +193,18 @@ class Batches:
     """
 
     def __init__(
-        self, store: RowStore, objective: Objective, batch_size: int, seed: int, *, infill_fraction: float = 0.0, group: int = 50
-    ) -> None:
-        assert len(store) >= batch_size >= 1
-        self.store, self.objective, self.batch_size, self.seed = store, objective, batch_size, seed
+        self, store: RowStore | Mixture, objective: Objective, batch_size: int, seed: int, *, infill_fraction: float = 0.0,
+        group: int = 50,
+    ) -> None:  # fmt: skip
+        self.store = store if isinstance(store, Mixture) else Mixture([store])
+        assert self.store.per_epoch >= batch_size >= 1
+        self.objective, self.batch_size, self.seed = objective, batch_size, seed
         self.infill_fraction, self.group = infill_fraction, group
         self._epoch, self._plan = -1, np.empty((0, batch_size), dtype=np.int64)
 
     @property
     def steps_per_epoch(self) -> int:
-        return len(self.store) // self.batch_size
+        return self.store.per_epoch // self.batch_size
 
     def rows_of(self, step: int) -> Ints:
         """Row numbers of the global batch of a step."""
@@ -184,7 +216,7 @@ class Batches:
 
     def _make_plan(self, epoch: int) -> Ints:
         rng = np.random.default_rng([self.seed, 1, epoch])
-        order = rng.permutation(len(self.store))[: self.steps_per_epoch * self.batch_size]
+        order = self.store.epoch(rng)[: self.steps_per_epoch * self.batch_size]
         lengths, plan = self.store.lengths, []
         for chunk in np.split(order, range(self.group * self.batch_size, len(order), self.group * self.batch_size)):
             chunk = chunk[np.argsort(lengths[chunk], kind="stable")].reshape(-1, self.batch_size)

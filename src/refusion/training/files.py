@@ -1,93 +1,175 @@
-"""Training rows from JSON Lines files: one `{"prompt": ..., "response": ...}` a line.
+"""Training rows from files, as text: what formats there are, and what shapes a row may have.
 
-Contract: whatever is wrong with the data is a `UserError` that names file and line; rows too long for the context are dropped and
-counted, never cut. Knows no model.
+    .json            a list of objects                                             (also .json.gz)
+    .jsonl, others   JSON Lines: an object a line; blank lines are skipped         (also .jsonl.gz)
+    .parquet         a table, with the extra `[data]`
+
+    {"prompt", "response"}, {"query", "response"}     one row
+    {"messages": [{"role", "content"}, ...]}          a row for each turn of the assistant, what stands before it is its prompt
+    {"text"}                                          all of it is answer
+
+Contract: whatever is wrong is a `UserError` that names the file and the line (of a list or a table, the entry). Knows no model
+and no tokenizer.
 """
 
 from __future__ import annotations
 
-import hashlib
+import gzip
 import json
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedIOBase
 from pathlib import Path
+from typing import Any
 
 from refusion.config import UserError
-from refusion.models.tokenizer import Tokenizer
-from refusion.training.data import RowStore, cached_store
+
+Message = Mapping[str, str]
+SHAPES = "prompt and response, query and response, messages, or text"
 
 
 @dataclass(frozen=True)
 class Row:
-    """A prompt and its response, as text."""
+    """A prompt and its response. prompt: text, messages of a chat, or None for text that is all response."""
 
-    prompt: str
+    prompt: str | tuple[Message, ...] | None
     response: str
 
 
-def read(path: Path) -> Iterator[Row]:
-    """The rows of a file; blank lines are skipped."""
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except FileNotFoundError:
-        raise UserError(f"no such data file: {path}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: {error}") from None
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            yield _row(line, f"{path}:{number}")
+@dataclass(frozen=True)
+class Entry:
+    """What stands in one place of a file."""
+
+    place: str  # "rows.jsonl:12"
+    rows: tuple[Row, ...]
+    unused: tuple[str, ...]  # fields that mean nothing here
+    read: int = 0  # bytes of the file that have been read up to here
 
 
-def _row(line: str, place: str) -> Row:
+def read(path: Path) -> Iterator[Entry]:
+    """The entries of a file, one after the other."""
+    with _complaints(path):
+        for place, value, done in _values(path):
+            rows, used = _rows(value, place)
+            yield Entry(place, rows, tuple(sorted(value.keys() - used)), done)
+
+
+# --- formats
+
+
+def _values(path: Path) -> Iterator[tuple[str, Any, int]]:
+    """(place, value, bytes read) of everything in a file."""
+    name = path.name.lower().removesuffix(".gz")
+    if name.endswith(".parquet"):
+        yield from _table(path)
+    elif name.endswith(".json"):
+        with _opened(path) as (file, _):
+            try:
+                values = json.loads(file.read().decode("utf-8-sig"))
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{path}: not JSON ({error}); JSON Lines are named .jsonl") from None
+        if not isinstance(values, list):
+            raise UserError(f"{path}: must be a list of objects, got {type(values).__name__}")
+        for number, value in enumerate(values, 1):
+            yield f"{path}: entry {number}", value, 0
+    else:
+        with _opened(path) as (file, done):
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield f"{path}:{number}", _json(line, f"{path}:{number}"), done()
+
+
+def _json(line: bytes, place: str) -> Any:
     try:
-        entry = json.loads(line)
+        return json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{place}: not UTF-8 text ({error.reason})") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{place}: not JSON ({error})") from None
-    if not isinstance(entry, dict):
-        raise UserError(f"{place}: must be an object with 'prompt' and 'response', got {type(entry).__name__}")
-    for key in ("prompt", "response"):
-        if not isinstance(entry.get(key), str):
-            raise UserError(f"{place}: {key!r} must be a string, got {entry.get(key)!r:.40}")
-        if any("\ud800" <= character <= "\udfff" for character in entry[key]):
-            raise UserError(f"{place}: {key!r} holds half of a surrogate pair")
-        if not entry[key].strip():
-            raise UserError(f"{place}: {key!r} is empty")
-    return Row(entry["prompt"], entry["response"])
 
 
-def rows(
-    tokenizer: Tokenizer, eos: int, files: Sequence[str], context: int, cache: Path, name: str
-) -> tuple[RowStore, int]:
-    """All rows of some files as token ids, and how many were dropped because they are longer than `context` tokens.
-
-    Prompts go through the model's chat template, if it has one. The store is kept in `cache` under a fingerprint of the
-    files' contents, the tokenizer and the template.
-    """
-    paths = [Path(file) for file in files]
-    read_all = [row for path in paths for row in read(path)]
-    if not read_all:
-        raise UserError(f"{', '.join(files)}: no rows")
-    content = hashlib.sha256("\0".join(f"{row.prompt}\1{row.response}" for row in read_all).encode()).hexdigest()
-    sample = tokenizer.encode("the quick brown fox 0123")
-    fingerprint = [content, context, eos, tokenizer.vocab_size, sample, tokenizer.chat_template]
-    store = cached_store(
-        cache / f"{name}.npz",
-        fingerprint,
-        lambda: RowStore.build(pair for row in read_all if _fits(pair := encode(tokenizer, eos, row), context)),
-    )
-    if len(store) == 0:
-        raise UserError(f"{', '.join(files)}: every row is longer than the context of {context} tokens")
-    return store, len(read_all) - len(store)
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[BufferedIOBase, Callable[[], int]]]:
+    """A file, unpacked where it is packed, and how many bytes of it have been read."""
+    with path.open("rb") as raw:
+        if path.name.lower().endswith(".gz"):
+            with gzip.GzipFile(fileobj=raw) as unpacked:
+                yield unpacked, raw.tell
+        else:
+            yield raw, raw.tell
 
 
-def _fits(pair: tuple[list[int], list[int]], context: int) -> bool:
-    return len(pair[0]) + len(pair[1]) <= context
+def _table(path: Path) -> Iterator[tuple[str, Any, int]]:
+    try:
+        from pyarrow import ArrowInvalid, parquet
+    except ImportError:
+        raise UserError(f"{path}: reading Parquet needs the package pyarrow: pip install 'refusion[data]'") from None
+    try:
+        with parquet.ParquetFile(path) as table:
+            number = 0
+            for batch in table.iter_batches():
+                for value in batch.to_pylist():
+                    number += 1
+                    yield f"{path}: row {number}", {k: v for k, v in value.items() if v is not None}, 0
+    except ArrowInvalid as error:
+        raise UserError(f"{path}: not a Parquet file that can be read ({' '.join(str(error).split())[:200]})") from None
 
 
-def encode(tokenizer: Tokenizer, eos: int, row: Row) -> tuple[list[int], list[int]]:
-    """Prompt and response as token ids; the response ends with end-of-sequence."""
-    if tokenizer.has_chat_template:
-        prompt = tokenizer.encode_chat([{"role": "user", "content": row.prompt}])
-    else:
-        prompt = tokenizer.encode(row.prompt, add_special_tokens=True)
-    return prompt, [*tokenizer.encode(row.response), eos]
+@contextmanager
+def _complaints(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(f"no such data file: {path}") from None
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise UserError(f"{path}: not a gzip file, or cut short ({error})") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+# --- shapes
+
+
+def _rows(value: Any, place: str) -> tuple[tuple[Row, ...], set[str]]:
+    """The rows of an entry, and the fields that they are made of."""
+    if not isinstance(value, dict):
+        raise UserError(f"{place}: must be an object with {SHAPES}, got {type(value).__name__}")
+    for key in ("prompt", "query"):
+        if key in value:
+            return (Row(_text(value, key, place), _text(value, "response", place)),), {key, "response"}
+    if "messages" in value:
+        return tuple(_turns(value["messages"], place)), {"messages"}
+    if "text" in value:
+        return (Row(None, _text(value, "text", place)),), {"text"}
+    fields = ", ".join(map(repr, value)) or "none"
+    raise UserError(f"{place}: must have the fields {SHAPES}; its fields: {fields[:200]}")
+
+
+def _text(value: Mapping[str, Any], key: str, place: str) -> str:
+    text = value.get(key)
+    if not isinstance(text, str):
+        raise UserError(f"{place}: {key!r} must be a string, got {text!r:.40}")
+    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+        raise UserError(f"{place}: {key!r} holds half of a surrogate pair")
+    if not text.strip():
+        raise UserError(f"{place}: {key!r} is empty")
+    return text
+
+
+def _turns(messages: Any, place: str) -> Iterator[Row]:
+    """A row for every turn of the assistant."""
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise UserError(f"{place}: 'messages' must be a list of objects with 'role' and 'content', got {messages!r:.40}")
+    before: list[Message] = []
+    for number, message in enumerate(messages, 1):
+        where = f"{place}: message {number}"
+        turn = {key: _text(message, key, where) for key in ("role", "content")}
+        if turn["role"] == "assistant":
+            if not before:
+                raise UserError(f"{where}: the assistant speaks first, so there is no prompt")
+            yield Row(tuple(before), turn["content"])
+        before.append(turn)
+    if not any(message["role"] == "assistant" for message in before):
+        raise UserError(f"{place}: no message of the assistant, so there is no answer")

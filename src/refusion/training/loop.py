@@ -5,6 +5,7 @@ A run's folder:
     best/            the folder with the best validation so far
     metrics.jsonl    one JSON object a line: steps, validations
     recipe.json      what was run
+    data.json        what files it is trained on
 
 Contract: a run that was interrupted (Ctrl-C, SIGKILL) and resumed computes bit for bit what an uninterrupted one computes,
 because batches depend on (seed, step) alone and everything else is in trainer.pt. Resuming reads the tokenizer and the shape
@@ -22,8 +23,9 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +44,8 @@ from refusion.models.checkpoint import (
 )
 from refusion.models.tokenizer import Tokenizer, one_line
 from refusion.models.transformer import ModelConfig, Transformer
-from refusion.training import files, suite
-from refusion.training.data import Batch, Batches, RowStore, collate
+from refusion.training import shards, suite
+from refusion.training.data import Batch, Batches, Mixture, collate
 from refusion.training.optim import Optimizers, learning_rate
 from refusion.training.recipe import ObjectiveRecipe, Recipe, ignored
 from refusion.training.step import accumulate, evaluate
@@ -65,8 +67,10 @@ def make_objective(recipe: ObjectiveRecipe, ids: TokenIds) -> Objective:
 class Run:
     """One training run: everything that a step needs, and what is saved. With `resume`, as it was when it was last saved."""
 
-    def __init__(self, recipe: Recipe, out: Path, device: str = "cpu", *, resume: bool = False) -> None:
-        self.recipe, self.out, self.device = recipe, out, device
+    def __init__(
+        self, recipe: Recipe, out: Path, device: str = "cpu", *, resume: bool = False, progress: Progress | None = None
+    ) -> None:
+        self.recipe, self.out, self.device, self._progress = recipe, out, device, progress
         if recipe.training.threads:
             torch.set_num_threads(recipe.training.threads)
         self.step, self.tokens, self.best = 0, 0, math.inf
@@ -76,10 +80,11 @@ class Run:
         self._know_ends(None if start is None else read_config(resolve_folder(start)))
         self.objective = make_objective(recipe.objective, TokenIds(self.tokenizer.mask_token_id, self.eos))
         data, batch_size = recipe.data, recipe.training.batch_size
+        self.sources: dict[str, list[shards.Report]] = {}  # what has become of each file, of either split
         train, self.dropped = self._rows("train")
-        if len(train) < batch_size:
+        if train.per_epoch < batch_size:
             dropped = f", {self.dropped} more are longer than the context" if self.dropped else ""
-            raise UserError(f"training.batch_size ({batch_size}) is larger than the data ({len(train)} rows{dropped})")
+            raise UserError(f"training.batch_size ({batch_size}) is larger than the data ({train.per_epoch} rows{dropped})")
         self.batches = Batches(
             train, self.objective, batch_size, recipe.training.seed, infill_fraction=data.infill_fraction
         )  # fmt: skip
@@ -127,18 +132,24 @@ class Run:
                 )
         return Tokenizer.from_folder(last), load_model(last, self.device, "float32").train()
 
-    def _rows(self, split: str) -> tuple[RowStore, int]:
+    def _rows(self, split: str) -> tuple[Mixture, int]:
         """Training or validation rows, of the suite or of files, and how many were too long."""
         data, cache, context = self.recipe.data, self.out / "data", self.model.config.max_position_embeddings
-        paths = data.train if split == "train" else data.validation
+        paths, weights = (data.train, data.weights) if split == "train" else (data.validation, None)
         if paths is not None:
-            return files.rows(self.tokenizer, self.end, paths, context, cache, split)
-        if split == "train":
-            return suite.rows(
-                self.tokenizer, split, data.rows_per_family, data.seed, context, cache, data.family_weights
-            )  # fmt: skip
-        per_family = -(-self.recipe.validation.rows // len(suite.FAMILIES))
-        return suite.rows(self.tokenizer, split, per_family, 0, context, cache)
+            encoding = shards.Encoding(self.tokenizer, self.end, context, self.model.config.vocab_size, data.too_long)
+            rows, reports = shards.shards(paths, weights, encoding, cache, split, self._progress)
+            self.sources[split] = reports
+            return rows, sum(report.too_long for report in reports)
+        per_family = data.rows_per_family if split == "train" else -(-self.recipe.validation.rows // len(suite.FAMILIES))
+        seed, shares = (data.seed, data.family_weights) if split == "train" else (0, None)
+        if self.tokenizer.vocab_size > self.model.config.vocab_size:
+            raise UserError(
+                f"{self.recipe.model.start}: its tokenizer does not fit: {self.tokenizer.vocab_size} tokens, and the model has "
+                f"{self.model.config.vocab_size}"
+            )
+        store, dropped = suite.rows(self.tokenizer, split, per_family, seed, context, cache, shares)
+        return Mixture([store]), dropped
 
     def _validation_batches(self) -> list[Batch]:
         rows, _ = self._rows("validation")
@@ -338,6 +349,56 @@ def _note_changes(recipe: Recipe, out: Path, step: int) -> None:
         os.replace(path, out / f"recipe-before-{step}.json")
 
 
+def _enough_disk(run: Run) -> None:
+    """Raises `UserError` when what is saved next to what is there does not fit: better now than in the first save."""
+    weights = sum(p.numel() for p in run.model.parameters())
+    needed = weights * 2 + weights * (2 + 4 + 8)  # best: bf16; last: bf16, exact weights and two moments
+    free = shutil.disk_usage(run.out)[2]
+    if free < needed:
+        raise UserError(f"{run.out}: too little disk: checkpoints take {needed / 1e6:,.1f} MB, {free / 1e6:,.1f} MB are free")
+
+
+def _same_data(run: Run, resume: bool) -> None:
+    """Write down of what bytes and with which tokenizer a run's rows are made, if they come from files. Resumed, it must be the
+    same: raises `UserError` with what has changed."""
+    if not run.sources:
+        return
+    path = run.out / "data.json"
+    now = {
+        "tokenizer": run.tokenizer.fingerprint,
+        **{split: [{"file": r.file, "sha256": r.sha256, "rows": r.rows, "tokens": r.tokens} for r in reports]
+           for split, reports in run.sources.items()},
+    }  # fmt: skip
+    before = None
+    if resume:
+        with suppress(OSError, ValueError):
+            before = json.loads(path.read_text(encoding="utf-8"))
+    if isinstance(before, dict) and (changed := _data_changes(before, now)):
+        raise UserError(
+            f"{run.out}: the data is not what the run began with: {'; '.join(changed)}. Put it back, or begin a new run with "
+            f"model.start = {str(run.out / 'last')!r}"
+        )
+    path.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")
+
+
+def _data_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What is otherwise, in words."""
+    changed = ["the tokenizer has changed"] if before.get("tokenizer") != now["tokenizer"] else []
+    for split in ("train", "validation"):
+        old, new = ({r["sha256"]: r for r in manifest.get(split, [])} for manifest in (before, now))
+        names = {r["file"] for r in old.values()} & {r["file"] for r in new.values()}
+        for report in new.values():
+            if report["sha256"] not in old:
+                was = next((r for r in old.values() if r["file"] == report["file"]), None)
+                then = "is new" if was is None else f"has changed ({was['rows']:,} rows then, {report['rows']:,} now)"
+                changed.append(f"{report['file']} {then}")
+        gone = [r["file"] for r in old.values() if r["sha256"] not in new and r["file"] not in names]
+        changed += [f"{file} is missing in data.{split}" for file in gone]
+        if not changed and list(old) != list(new):
+            changed.append(f"the files of data.{split} are in another order")
+    return changed
+
+
 @contextmanager
 def _alone(out: Path) -> Iterator[None]:
     """Hold the run's folder: two processes in it would disturb each other. A killed process holds nothing."""
@@ -388,9 +449,14 @@ def train(
     if resume and not out.exists():
         raise UserError(f"nothing to resume: {out} holds no run")
     with _files_of(out), _alone(out):
-        run = Run(recipe, out, device, resume=_prepare(recipe, out, resume))
-        if run.dropped:
+        resume = _prepare(recipe, out, resume)
+        run = Run(recipe, out, device, resume=resume, progress=progress)
+        for report in chain.from_iterable(run.sources.values()):
+            _note(str(report))
+        if run.dropped and not run.sources:
             _note(f"{run.dropped:,} rows are longer than the context and were dropped")
+        _same_data(run, resume)
+        _enough_disk(run)
         if resume:
             _note_changes(recipe, out, run.step)
         _write_recipe(recipe, out)

@@ -23,8 +23,10 @@ class DataRecipe:
     """What is trained on."""
 
     suite: str = "nano"  # the procedural suite
-    train: tuple[str, ...] | None = None  # JSON Lines files instead of the suite, {"prompt", "response"} a line
+    train: tuple[str, ...] | None = None  # files instead of the suite; training/files.py says of what shape
     validation: tuple[str, ...] | None = None  # the same to validate on
+    weights: tuple[float, ...] | None = None  # how often an epoch takes each file of `train`; None: once
+    too_long: str = "drop"  # what becomes of a row of a file that is longer than the context; "cut": its end is lost
     rows_per_family: int = 50_000
     family_weights: tuple[float, ...] | None = None  # multiply it, one for each of the suite's families; None: all 1
     seed: int = 0
@@ -133,6 +135,9 @@ class Recipe:
             raise UserError("data.train and data.validation must be given together")
         if self.data.train is not None and self.model.start is None:
             raise UserError("data.train needs model.start: a vocabulary is learnt on the suite only")
+        shares = self.data.weights
+        if shares is not None and (len(shares) != len(self.data.train or ()) or sum(shares) <= 0):
+            raise UserError("data.weights must have one entry for each file of data.train, and not all of them 0")
         weights, sizes = self.objective.slot_weights, self.objective.slot_sizes
         if not sizes:
             raise UserError("objective.slot_sizes must not be empty")
@@ -158,6 +163,7 @@ def ignored(recipe: Recipe) -> list[str]:
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "data.suite": ("nano",),
+    "data.too_long": ("drop", "cut"),
     "objective.method": tuple(METHODS),
     "objective.corruption": ("count", "bernoulli"),
     "objective.normalisation": ("targets", "upstream"),
@@ -173,7 +179,7 @@ FROM_ZERO = {"seed", "warmup_steps", "every", "decode_every"}  # whole numbers t
 LARGEST: Mapping[str, float] = {
     **LARGEST_SHAPE, "vocabulary": 1_000_000, "seed": 2**63 - 1, "threads": 1024, "batch_size": 1_000_000,
     "micro_batch_size": 1_000_000, "slot_sizes": 1_000_000, "rows_per_family": 100_000_000, "rows": 10_000_000,
-    "decode_limit": 1_000_000, "family_weights": 1000,
+    "decode_limit": 1_000_000, "family_weights": 1000, "weights": 1000,
 }  # fmt: skip
 LARGEST_OTHER = 1_000_000_000  # steps, and numbers of every other kind
 
