@@ -16,7 +16,8 @@ from refusion.methods.base import Loss, TokenIds, TrainingRow
 from refusion.methods.masked import MaskedObjective
 from refusion.methods.refusion.corrupt import AR, MDM, ReFusionObjective
 from refusion.models.transformer import ModelConfig, Transformer
-from refusion.training.data import Batch, Batches, RowStore, collate, question
+from refusion.training import step
+from refusion.training.data import Batch, Batches, RowStore, collate, packed, question
 from refusion.training.step import accumulate, evaluate, visible
 
 MASK, EOS, VOCAB = 3, 2, 43
@@ -168,7 +169,8 @@ def test_the_order_of_rows_and_padding_change_nothing(name: str) -> None:
 
     padded = Batch(
         wider(batch.tokens, -1), wider(batch.positions, 77), wider(batch.targets, -1), wider(batch.losses, 1),
-        wider(batch.weights, 5.0), batch.counts, wider(batch.segments, -1), wider(batch.prefixes, 0), batch.bidirectional,
+        wider(batch.weights, 5.0), batch.counts, wider(batch.segments, -1), wider(batch.prefixes, 0),
+        wider(batch.bidirectional, False), wider(batch.documents, -1), batch.rows,
     )  # fmt: skip
     assert accumulate(model, [padded], losses) == pytest.approx(whole, rel=1e-6)
     compare(gradients(model), expected)
@@ -303,3 +305,77 @@ def test_every_segment_of_an_unrolled_row_is_a_row_of_its_own() -> None:
             assert torch.allclose(logits[number, own], outputs(model, line)[len(rest) :], atol=1e-5)
             seen += segment > 0
     assert seen > 2 * len(rows)
+
+
+@pytest.mark.parametrize("room", [1, 40, 64, 100, 10_000])
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_packing_changes_no_loss_and_no_gradient(name: str, room: int) -> None:
+    """Rows of every method, those that see both ways and those of several segments included."""
+    model, rows, losses = fresh(), made(OBJECTIVES[name]), OBJECTIVES[name].losses
+    whole = accumulate(model, cut(rows, 12, len(losses)), losses)
+    expected = gradients(model)
+    batch = collate(rows, len(losses), 16, room)
+    assert batch.rows == 12 and batch.real_tokens == sum(len(row.tokens) for row in rows)
+    assert (len(batch.tokens) == 12) == (room == 1) and (room < 10_000 or len(batch.tokens) == 1)
+    assert accumulate(model, [batch], losses) == pytest.approx(whole, rel=1e-5, abs=1e-7)
+    compare(gradients(model), expected)
+    halves = [collate(rows[i : i + 6], len(losses), 1, room) for i in (0, 6)]
+    assert accumulate(model, halves, losses) == pytest.approx(whole, rel=1e-5, abs=1e-7)
+    compare(gradients(model), expected)
+
+
+def test_rows_are_packed_where_they_fit() -> None:
+    lengths = np.random.default_rng(0).integers(1, 60, 200).tolist()
+    sequences = packed(lengths, 64)
+    assert sorted(row for members in sequences for row in members) == list(range(200))
+    assert all(sum(lengths[row] for row in members) <= 64 for members in sequences)
+    assert len(sequences) <= 1.05 * sum(lengths) / 64 + 1
+    assert packed([70, 3], 64) == [[0], [1]]
+
+
+@pytest.mark.parametrize("size", [1, 7, 64])
+@pytest.mark.parametrize("frozen", ["", "head", "hidden"])
+def test_cross_entropy_in_chunks_is_that_of_all_logits(monkeypatch: pytest.MonkeyPatch, size: int, frozen: str) -> None:
+    monkeypatch.setitem(step.CHUNK, "cpu", size * 33)
+    generator = torch.Generator().manual_seed(0)
+    hidden, head = torch.randn(50, 16, generator=generator), torch.randn(33, 16, generator=generator)
+    hidden.requires_grad_(frozen != "hidden")
+    head.requires_grad_(frozen != "head")
+    targets, weights = torch.randint(33, (50,), generator=generator), torch.rand(50, generator=generator)
+    entropy = torch.nn.functional.cross_entropy(hidden @ head.T, targets, reduction="none")
+    (3 * (entropy * weights).sum()).backward()
+    expected = [hidden.grad, head.grad]
+    hidden.grad = head.grad = None
+    total, found = step._CrossEntropy.apply(hidden, head, targets, weights, torch.float32)
+    assert not found.requires_grad
+    torch.testing.assert_close(found, entropy.detach(), rtol=1e-5, atol=1e-5)
+    (3 * total).backward()
+    for grad, true in zip((hidden.grad, head.grad), expected, strict=True):
+        assert (grad is None) == (true is None)
+        if grad is not None:
+            torch.testing.assert_close(grad, true, rtol=1e-5, atol=1e-5)
+
+
+def test_all_logits_are_never_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest tensor that a step makes does not grow with the rows times the vocabulary."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = function(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, (tuple, list)) else (out,):
+                if isinstance(tensor, torch.Tensor):
+                    self.elements = max(self.elements, tensor.numel())
+            return out
+
+    monkeypatch.setitem(step.CHUNK, "cpu", 8 * 5000)
+    head, most = torch.randn(5000, 4, requires_grad=True), []
+    for rows in (100, 1000):
+        with Largest() as largest:
+            targets, weights = torch.zeros(rows, dtype=torch.int64), torch.ones(rows)
+            hidden = torch.randn(rows, 4, requires_grad=True)
+            step._CrossEntropy.apply(hidden, head, targets, weights, torch.float32)[0].backward()
+        most.append(largest.elements)
+    assert most == [8 * 5000] * 2

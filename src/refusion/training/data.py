@@ -14,7 +14,9 @@ import os
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -142,7 +144,9 @@ def infilling(prompt: Ints, answer: Ints, rng: np.random.Generator) -> Example:
 
 @dataclass(frozen=True)
 class Batch:
-    """Padded rows [B, T] (right padding, of segment -1: no token sees it) and how many targets of each loss are in the batch."""
+    """Padded sequences [B, T] and how many targets of each loss are in the batch. A sequence is one row, or several that are packed
+    one behind the other, each a document of its own: no token sees one of another document, nor padding (document -1, right).
+    """
 
     tokens: Ints
     positions: Ints
@@ -151,39 +155,72 @@ class Batch:
     weights: NDArray[np.float32]
     counts: tuple[int, ...]  # targets of each loss
     segments: Ints
-    prefixes: Ints
-    bidirectional: NDArray[np.bool_]  # [B]
+    prefixes: Ints  # columns of the sequence, from the start of the token's document: `TrainingRow.prefixes`, moved with the row
+    bidirectional: NDArray[np.bool_]
+    documents: Ints  # 0, 1, ...; -1: padding
+    rows: int
 
     @property
     def real_tokens(self) -> int:
-        return int(self._lengths.sum())
-
-    @property
-    def _lengths(self) -> Ints:
-        return np.asarray((self.tokens >= 0).sum(1))
+        return int((self.tokens >= 0).sum())
 
 
-def collate(rows: list[TrainingRow], losses: int, multiple: int = 1) -> Batch:
-    """Pad rows to the longest, or to the next `multiple` of tokens; padding has token -1, position 0, segment -1 and no
-    target."""
-    width = -(-max(len(row.tokens) for row in rows) // multiple) * multiple
+def packed(lengths: Sequence[int], room: int) -> list[list[int]]:
+    """Rows by the sequence that they go into: the longest first, each into the first sequence of at most `room` tokens that has
+    room for it. A row that is longer is alone.
 
-    def pad(arrays: list[Ints], value: int) -> Ints:
-        out = np.full((len(arrays), width), value, dtype=np.int64)
-        for i, values in enumerate(arrays):
-            out[i, : len(values)] = values
+    >>> packed([5, 9, 3, 2], 10)
+    [[1], [0, 2, 3]]
+    """
+    sequences: list[list[int]] = []
+    free: list[int] = []
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        place = next((place for place, left in enumerate(free) if lengths[row] <= left), len(sequences))
+        if place == len(sequences):
+            sequences.append([])
+            free.append(room)
+        sequences[place].append(row)
+        free[place] -= lengths[row]
+    return sequences
+
+
+def collate(rows: list[TrainingRow], losses: int, multiple: int = 1, packed_length: int = 0) -> Batch:
+    """Pad rows to the longest, or to the next `multiple` of tokens. With a `packed_length`, rows are packed into sequences of up to
+    so many tokens first. Padding has token -1, position 0, segment and document -1 and no target."""
+    alone = [[row] for row in range(len(rows))]
+    sequences = packed([len(row.tokens) for row in rows], packed_length) if packed_length else alone
+    places = [
+        (sequence, document, start, rows[row])
+        for sequence, members in enumerate(sequences)
+        for document, (row, start) in enumerate(zip(members, _starts(rows, members), strict=True))
+    ]
+    width = -(-max(start + len(row.tokens) for _, _, start, row in places) // multiple) * multiple
+
+    def spread(values: Callable[[TrainingRow, int, int], Any], rest: float, dtype: Any = np.int64) -> Any:
+        out = np.full((len(sequences), width), rest, dtype=dtype)
+        for sequence, document, start, row in places:
+            out[sequence, start : start + len(row.tokens)] = values(row, document, start)
         return out
 
-    targets = pad([row.targets for row in rows], -1)
-    which = pad([row.losses for row in rows], 0)
-    weights = np.zeros((len(rows), width), dtype=np.float32)
-    for i, row in enumerate(rows):
-        weights[i, : len(row.weights)] = row.weights
-    counts = tuple(int(((which == loss) & (targets >= 0)).sum()) for loss in range(losses))
+    targets, which = spread(lambda row, *_: row.targets, -1), spread(lambda row, *_: row.losses, 0)
     return Batch(
-        pad([r.tokens for r in rows], -1), pad([r.positions for r in rows], 0), targets, which, weights, counts,
-        pad([r.segments for r in rows], -1), pad([r.prefixes for r in rows], 0), np.array([r.bidirectional for r in rows]),
-    )  # fmt: skip
+        tokens=spread(lambda row, *_: row.tokens, -1),
+        positions=spread(lambda row, *_: row.positions, 0),
+        targets=targets,
+        losses=which,
+        weights=spread(lambda row, *_: row.weights, 0.0, np.float32),
+        counts=tuple(int(((which == loss) & (targets >= 0)).sum()) for loss in range(losses)),
+        segments=spread(lambda row, *_: row.segments, -1),
+        prefixes=spread(lambda row, _, start: row.prefixes + start, 0),
+        bidirectional=spread(lambda row, *_: row.bidirectional, False, bool),
+        documents=spread(lambda _, document, __: document, -1),
+        rows=len(rows),
+    )
+
+
+def _starts(rows: Sequence[TrainingRow], members: Sequence[int]) -> list[int]:
+    """Where each of a sequence's rows begins."""
+    return [0, *accumulate(len(rows[row].tokens) for row in members)][:-1]
 
 
 class Batches:

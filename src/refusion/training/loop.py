@@ -163,7 +163,7 @@ class Run:
         return [self._collated(rows[i : i + size]) for i in range(0, len(rows), size)]
 
     def _collated(self, rows: list[TrainingRow]) -> Batch:
-        return collate(rows, len(self.objective.losses), WIDTH_MULTIPLE)
+        return collate(rows, len(self.objective.losses), WIDTH_MULTIPLE, self.recipe.training.packed_length)
 
     def advance(self) -> dict[str, float]:
         """One optimisation step; returns what happened. Raises `UserError` on NaN, with the batch saved."""
@@ -186,7 +186,7 @@ class Run:
         np.savez(
             path, allow_pickle=False, step=self.step, tokens=batch.tokens, positions=batch.positions, targets=batch.targets,
             losses=batch.losses, weights=batch.weights, counts=np.array(batch.counts), segments=batch.segments,
-            prefixes=batch.prefixes, bidirectional=batch.bidirectional,
+            prefixes=batch.prefixes, bidirectional=batch.bidirectional, documents=batch.documents,
         )  # fmt: skip
         return UserError(f"the {what} is not finite at step {self.step}; its batch is in {path}")
 

@@ -88,6 +88,7 @@ class TrainingRecipe:
     max_steps: int
     batch_size: int = 32  # sequences in the global batch
     micro_batch_size: int | None = None  # sequences in one forward; default: the whole batch
+    packed_length: int = 0  # tokens of a sequence that rows of a forward are packed into; 0: every row is a sequence
     seed: int = 0
     optimizer: str = "adamw"  # "adamw" or "muon" (matrices by Muon, the rest by AdamW)
     lr: float = 2e-3
@@ -174,12 +175,13 @@ SHARES = {  # settings between 0 and 1
     "infill_fraction", "autoregressive_fraction", "partial_slot_fraction", "unrolled_fraction", "min_lr_ratio",
     "decay_fraction", "beta1", "beta2", "context_p", "noise_range",
 }  # fmt: skip
-FROM_ZERO = {"seed", "warmup_steps", "every", "decode_every"}  # whole numbers that may be 0; all others are at least 1
+# Whole numbers that may be 0; all others are at least 1.
+FROM_ZERO = {"seed", "packed_length", "warmup_steps", "every", "decode_every"}
 # Generous: what is larger fills the memory, or does not fit the numbers of torch and numpy.
 LARGEST: Mapping[str, float] = {
     **LARGEST_SHAPE, "vocabulary": 1_000_000, "seed": 2**63 - 1, "threads": 1024, "batch_size": 1_000_000,
-    "micro_batch_size": 1_000_000, "slot_sizes": 1_000_000, "rows_per_family": 100_000_000, "rows": 10_000_000,
-    "decode_limit": 1_000_000, "family_weights": 1000, "weights": 1000,
+    "micro_batch_size": 1_000_000, "packed_length": 1_000_000, "slot_sizes": 1_000_000, "rows_per_family": 100_000_000,
+    "rows": 10_000_000, "decode_limit": 1_000_000, "family_weights": 1000, "weights": 1000,
 }  # fmt: skip
 LARGEST_OTHER = 1_000_000_000  # steps, and numbers of every other kind
 
