@@ -17,7 +17,7 @@ from refusion.config import UserError
 from refusion.evaluation import report
 from refusion.models.checkpoint import save_folder
 from refusion.models.transformer import ModelConfig, Transformer
-from refusion.reproduce import load_plan, run, shortened
+from refusion.reproduce import kept, load_plan, run, shortened
 from refusion.training import loop, suite
 
 PLAN = """
@@ -193,6 +193,11 @@ def test_the_front_holds_what_nothing_beats() -> None:
     assert report.front(TABLE["rows"]) == [TABLE["rows"][3], TABLE["rows"][0], TABLE["rows"][1]]
     assert report.area(TABLE["rows"][:3]) == pytest.approx(300 * 0.8 + 200 * 0.6)
     assert report.area([]) == 0
+
+
+@pytest.mark.parametrize(("most", "expected"), [(1, [0]), (2, [0, 4]), (3, [0, 2, 4]), (5, [0, 1, 2, 3, 4]), (9, [0, 1, 2, 3, 4])])
+def test_both_ends_of_a_front_are_kept_first(most: int, expected: list[int]) -> None:
+    assert kept([{"x": x} for x in range(5)], most) == [{"x": x} for x in expected]
 
 
 def test_the_report_has_every_chosen_line_and_its_ratio(tmp_path: Path) -> None:

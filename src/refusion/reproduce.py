@@ -42,6 +42,7 @@ class Budget:
 
     validation: int = 10
     test: int = 100
+    front: int = 3  # settings of each method's front that are tested: the most accurate, the fastest, and others evenly between
     speed: int = 5
     ablation: int = 15
     repeats: int = 3
@@ -222,7 +223,18 @@ def _search(entry: Entry, model: Model, budget: Budget, out: Path, progress: Any
         for number, settings in enumerate(entry.settings):
             tried.append(_measured(entry, model, settings, "validation", budget.validation, out))
             shown(number + 1, len(entry.settings), "")
-    return report.front(tried)
+    return kept(report.front(tried), budget.front)
+
+
+def kept(front: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
+    """At most so many of a front: its most accurate end first, then the fastest, then what lies evenly between.
+
+    >>> [one["x"] for one in kept([{"x": x} for x in range(7)], 3)]
+    [0, 3, 6]
+    """
+    if len(front) <= most:
+        return front
+    return front[:1] if most == 1 else [front[round(i * (len(front) - 1) / (most - 1))] for i in range(most)]
 
 
 def _test(
@@ -246,11 +258,12 @@ def _test(
 
 
 def _speed(plan: Plan, models: Mapping[str, Model], rows: list[dict[str, Any]], out: Path, progress: Any) -> None:
-    """Times of the chosen settings, measured in turn; they replace those of the test, where each method ran by itself."""
-    chosen = [row for row in rows if row["chosen"]]
-    entries = [(models[row["entry"]], CONFIGS[row["method"]](**row["given"])) for row in chosen]
+    """Times of all that was tested, measured in turn; they replace those of the test, where each method ran by itself. The small
+    runs of groups are compared by accuracy, and keep theirs."""
+    compared = [row for row in rows if not row["group"]]
+    entries = [(models[row["entry"]], CONFIGS[row["method"]](**row["given"])) for row in compared]
     measured = _in_turn("speed", entries, plan.budget.speed, plan.budget.repeats, out, progress)
-    for row, timed in zip(chosen, measured, strict=True):
+    for row, timed in zip(compared, measured, strict=True):
         row |= {key: timed[key] for key in TIMED}
 
 
