@@ -39,7 +39,7 @@ def same(one: TrainingRow, other: TrainingRow) -> bool:
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, *masked: bool) -> None:
-    monkeypatch.setattr(corrupt, "choose_slots", lambda count, kind, rng: (np.array(masked), 0.5))
+    monkeypatch.setattr(corrupt, "choose_slots", lambda count, kind, rng, *_: (np.array(masked), 0.5))
 
 
 def test_worked_example(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,8 +318,8 @@ def test_slot_sizes_are_drawn_by_their_weights() -> None:
 def test_upstream_weights_are_one_over_p_times_length(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     reported: list[float] = []
 
-    def spy(count: int, corruption: str, rng: np.random.Generator) -> tuple[NDArray[np.bool_], float]:
-        masked, p = choose_slots(count, corruption, rng)
+    def spy(count: int, corruption: str, rng: np.random.Generator, *noise: Any) -> tuple[NDArray[np.bool_], float]:
+        masked, p = choose_slots(count, corruption, rng, *noise)
         reported.append(p)
         return masked, p
 
@@ -452,3 +452,26 @@ def test_misuse_is_one_line_that_names_the_setting(setting: dict[str, Any], mess
     with pytest.raises(UserError, match=message) as caught:
         ReFusionObjective(**{"ids": IDS, **setting})
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "share"),
+    [({}, 0.5), ({"noise_range": (0.3, 0.5)}, 0.4), ({"noise_schedule": "cosine"}, 2 / np.pi), ({"noise_range": (1.0, 1.0)}, 1.0),
+     ({"noise_schedule": "cosine", "noise_range": (0.5, 1.0)}, 0.5 + 1 / np.pi)],
+)  # fmt: skip
+@pytest.mark.parametrize("corruption", ["count", "bernoulli"])
+def test_how_much_is_masked(settings: dict[str, Any], share: float, corruption: str) -> None:
+    objective = ReFusionObjective(TokenIds(3, (2,)), corruption=corruption, **settings)
+    rng = np.random.default_rng(0)
+    masked = [choose_slots(400, corruption, rng, objective._noise)[0].mean() for _ in range(3000)]
+    assert np.mean(masked) == pytest.approx(share, abs=0.02)
+    low, high = settings.get("noise_range", (0.0, 1.0))
+    assert low - 0.1 <= min(masked) and max(masked) <= high + 0.1
+
+
+@pytest.mark.parametrize(
+    "settings", [{"noise_schedule": "linear"}, {"noise_range": (0.5,)}, {"noise_range": (0.8, 0.3)}, {"noise_range": (0.0, 0.0)}]
+)
+def test_noise_that_is_none(settings: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=next(iter(settings))):
+        ReFusionObjective(TokenIds(3, (2,)), **settings)

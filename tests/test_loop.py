@@ -215,6 +215,62 @@ def test_a_resumed_run_is_bit_for_bit_one_that_was_never_interrupted(
     assert same_run(tmp_path / "whole", tmp_path / "cut")
 
 
+def test_averaged_weights_are_saved_and_validated_and_resume_bit_for_bit(start: Path, tmp_path: Path) -> None:
+    recipe = recipe_of(start, training__ema="0.8", training__max_steps="9", validation__every="4", validation__decode_every="1")
+    run = Run(recipe_of(start, training__max_steps="9"), tmp_path / "by hand")
+    expected = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+    for _ in range(9):
+        run.advance()
+        for name, p in run.model.named_parameters():
+            expected[name] = 0.8 * expected[name] + 0.2 * p.detach()
+    whole = train(recipe, tmp_path / "whole")
+    saved = state(tmp_path / "whole")
+    for name, p in whole.model.named_parameters():
+        assert torch.equal(p, run.model.state_dict()[name]) and torch.equal(p, saved["model"][name])
+        torch.testing.assert_close(saved["averages"][name], expected[name], rtol=1e-5, atol=1e-7)
+    loaded = load_model(tmp_path / "whole" / "last", "cpu", "float32")
+    for name, p in loaded.named_parameters():
+        assert torch.equal(p, saved["averages"][name].to(torch.bfloat16).float())
+    with whole.averaged():
+        averaged = whole.validate()
+    assert averaged != whole.validate()
+    last = [line for line in metrics(tmp_path / "whole") if "validation_loss_ar" in line][-1]
+    assert averaged.items() <= last.items()
+    train(recipe, tmp_path / "cut", decode=interrupt_at(5))
+    train(recipe, tmp_path / "cut", resume=True)
+    assert same_run(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_averages_can_begin_later(start: Path, tmp_path: Path) -> None:
+    train(recipe_of(start, training__max_steps="5"), tmp_path / "run")
+    assert state(tmp_path / "run")["averages"] == {}
+    train(recipe_of(start, training__max_steps="6", training__ema="0.5"), tmp_path / "run", resume=True)
+    assert state(tmp_path / "run")["averages"].keys() <= state(tmp_path / "run")["model"].keys()
+    broken = state(tmp_path / "run") | {"averages": {"x": 1}}
+    torch.save(broken, tmp_path / "run" / "last" / "trainer.pt")
+    with pytest.raises(UserError, match=r"trainer\.pt is broken or does not fit the recipe: its averaged weights"):
+        train(recipe_of(start, training__max_steps="7", training__ema="0.5"), tmp_path / "run", resume=True)
+
+
+def test_layers_computed_again_change_no_bit(start: Path, tmp_path: Path) -> None:
+    kept: list[int] = []
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.numel())
+        return tensor
+
+    held = []
+    for name, again in (("as usual", "false"), ("again", "true")):
+        run = Run(recipe_of(start, training__checkpointing=again), tmp_path / name)
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            run.advance()
+        held.append(sum(kept))
+        kept.clear()
+        train(recipe_of(start, training__checkpointing=again, training__max_steps="3"), tmp_path / f"{name} run")
+    assert equal(state(tmp_path / "as usual run"), state(tmp_path / "again run"))
+    assert held[1] < 0.5 * held[0]
+
+
 def test_resuming_does_not_need_the_folder_that_the_run_started_from(start: Path, tmp_path: Path) -> None:
     recipe = recipe_of(start, validation__decode_every="1")
     train(recipe, tmp_path / "whole")

@@ -258,9 +258,9 @@ def _test(
 
 
 def _speed(plan: Plan, models: Mapping[str, Model], rows: list[dict[str, Any]], out: Path, progress: Any) -> None:
-    """Times of all that was tested, measured in turn; they replace those of the test, where each method ran by itself. The small
-    runs of groups are compared by accuracy, and keep theirs."""
-    compared = [row for row in rows if not row["group"]]
+    """Times of all that was tested (of the small runs of groups, of their chosen settings), measured in turn; they replace those of
+    the test, where each method ran by itself."""
+    compared = [row for row in rows if row["chosen"] or not row["group"]]
     entries = [(models[row["entry"]], CONFIGS[row["method"]](**row["given"])) for row in compared]
     measured = _in_turn("speed", entries, plan.budget.speed, plan.budget.repeats, out, progress)
     for row, timed in zip(compared, measured, strict=True):

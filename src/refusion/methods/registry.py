@@ -78,8 +78,8 @@ def _dream_objective(ids: TokenIds, settings: Mapping[str, Any]) -> Objective:
 REFUSION = Method(
     DecodeConfig, refusion.decode, _refusion_objective,
     frozenset({
-        "slot_sizes", "slot_weights", "corruption", "normalisation", "mdm_scale", "autoregressive_fraction",
-        "partial_slot_fraction", "eos_fill", "unrolled_fraction", "first_token_weight",
+        "slot_sizes", "slot_weights", "corruption", "normalisation", "noise_schedule", "noise_range", "mdm_scale",
+        "autoregressive_fraction", "partial_slot_fraction", "eos_fill", "unrolled_fraction", "first_token_weight",
     }),
     likelihood=lambda prompt, answer, settings, ids: likelihood(prompt, answer, ids, settings.slot_size),
     by_token=True,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -204,6 +204,7 @@ class Transformer(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
+        self.checkpointing = False  # training: keep the inputs of layers only, and compute the layers again for their gradients
 
     @torch.no_grad()
     def initialize(self, generator: torch.Generator) -> Transformer:
@@ -237,8 +238,15 @@ class Transformer(nn.Module):
         config = self.config
         cos, sin = rope_tables(positions, config.head_dim, config.rope_theta, x.dtype, config.rope_scaling)
         for layer in self.model.layers:
-            x = layer(x, cos, sin, parts)
+            x = self._again(layer, x, cos, sin, parts) if self.checkpointing else layer(x, cos, sin, parts)
         return x
+
+    @staticmethod
+    def _again(layer: nn.Module, *given: Any) -> Tensor:
+        from torch.utils.checkpoint import checkpoint
+
+        out: Tensor = checkpoint(layer, *given, use_reentrant=False) if torch.is_grad_enabled() else layer(*given)
+        return out
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Last norm and output head: [..., D] -> [..., V], in the model's dtype."""

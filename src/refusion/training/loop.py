@@ -89,9 +89,13 @@ class Run:
             train, self.objective, batch_size, recipe.training.seed, infill_fraction=data.infill_fraction
         )  # fmt: skip
         self.validation = self._validation_batches()
+        self.model.checkpointing = recipe.training.checkpointing
         self.optimizers = Optimizers(self.model, recipe.training)
+        self._averages: dict[str, torch.Tensor] = {}
         if resume:
             self._restore()
+        if recipe.training.ema and not self._averages:
+            self._averages = {name: p.detach().clone() for name, p in self.model.named_parameters()}
 
     def _know_ends(self, folder: FolderConfig | None) -> None:
         """End-of-sequence ids, the one that answers are taught to end with, and settings that travel with the model."""
@@ -176,6 +180,7 @@ class Run:
         report["gradient_norm"] = self.optimizers.step(lr, recipe.clip)
         if not math.isfinite(report["gradient_norm"]):
             raise self._not_finite("gradient")
+        self._average()
         self.step += 1
         self.tokens += sum(batch.real_tokens for batch in batches)
         return {**report, "lr": lr}
@@ -190,6 +195,27 @@ class Run:
         )  # fmt: skip
         return UserError(f"the {what} is not finite at step {self.step}; its batch is in {path}")
 
+    @torch.no_grad()
+    def _average(self) -> None:
+        if decay := self.recipe.training.ema:
+            for name, parameter in self.model.named_parameters():
+                self._averages[name].lerp_(parameter, 1 - decay)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The model has its averaged weights meanwhile, if there are any."""
+        if not self.recipe.training.ema:
+            yield
+            return
+        exact = {name: parameter.data for name, parameter in self.model.named_parameters()}
+        try:
+            for name, parameter in self.model.named_parameters():
+                parameter.data = self._averages[name]
+            yield
+        finally:
+            for name, parameter in self.model.named_parameters():
+                parameter.data = exact[name]
+
     def validate(self) -> dict[str, float]:
         report = evaluate(self.model, self.validation, self.objective.losses, self.recipe.training.autocast)
         self.model.train()
@@ -200,15 +226,17 @@ class Run:
 
     def save(self, name: str) -> None:
         """Write the folder "last" or "best". Raises `UserError` naming it when that fails; then it is as it was."""
-        save_folder(
-            self.out / name, self.model, self.tokenizer, eos_token_ids=self.eos, defaults=self.defaults,
-            more=self._save_state if name == "last" else None,
-        )  # fmt: skip
+        exact = {key: tensor.detach() for key, tensor in self.model.state_dict().items()}
+        with self.averaged():
+            save_folder(
+                self.out / name, self.model, self.tokenizer, eos_token_ids=self.eos, defaults=self.defaults,
+                more=(lambda folder: self._save_state(folder, exact)) if name == "last" else None,
+            )  # fmt: skip
 
-    def _save_state(self, folder: Path) -> None:
+    def _save_state(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
         state = {
-            "model": self.model.state_dict(), "optimizers": self.optimizers.state_dict(), "step": self.step,
-            "tokens": self.tokens, "best": self.best,
+            "model": weights, "optimizers": self.optimizers.state_dict(), "step": self.step, "tokens": self.tokens,
+            "best": self.best, "averages": self._averages,
         }  # fmt: skip
         try:
             with open(folder / "trainer.pt", "wb") as file:
@@ -228,6 +256,8 @@ class Run:
         except Exception as error:  # torch's unpickler has no error of its own: IndexError, EOFError, RuntimeError, ...
             raise UserError(f"{path} is broken or does not fit the recipe: {_reason(error)}") from None
         self.step, self.tokens, self.best = state["step"], state["tokens"], state["best"]
+        if self.recipe.training.ema:
+            self._averages = _checked_averages(state.get("averages"), self.model, path)
         _truncate_metrics(self.out / "metrics.jsonl", self.step)
 
     def log(self, record: dict[str, Any]) -> None:
@@ -252,6 +282,16 @@ def _checked_state(state: Any) -> dict[str, Any]:
         if not isinstance(state.get(name), kind):
             raise ValueError(f"its {name!r} is " + ("of a wrong kind" if name in state else "missing"))
     return state
+
+
+def _checked_averages(averages: Any, model: Transformer, path: Path) -> dict[str, torch.Tensor]:
+    """Averaged weights of trainer.pt, on the model's device; none if the run had none until then."""
+    if not averages:
+        return {}
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    if not isinstance(averages, dict) or {name: getattr(a, "shape", None) for name, a in averages.items()} != shapes:
+        raise UserError(f"{path} is broken or does not fit the recipe: its averaged weights")
+    return {name: averages[name].to(p.device) for name, p in model.named_parameters()}
 
 
 def _truncate_metrics(path: Path, step: int) -> None:
@@ -490,11 +530,12 @@ def _loop(run: Run, decode: Decode | None, progress: Progress) -> None:
 def _measure(run: Run, decode: Decode | None, done: bool) -> None:
     """Validation when it is due: both losses, and decoding accuracy with tokens per forward."""
     plan, record = run.recipe.validation, {}
-    if plan.every and (run.step % plan.every == 0 or done):
-        record = run.validate()
-    if decode is not None and plan.decode_every and (run.step % plan.decode_every == 0 or done):
-        record |= decode(run.model.eval(), run.tokenizer, plan.decode_limit)
-        run.model.train()
+    with run.averaged():
+        if plan.every and (run.step % plan.every == 0 or done):
+            record = run.validate()
+        if decode is not None and plan.decode_every and (run.step % plan.decode_every == 0 or done):
+            record |= decode(run.model.eval(), run.tokenizer, plan.decode_limit)
+            run.model.train()
     if not record:
         return
     run.log({"step": run.step, **record})

@@ -58,6 +58,7 @@ class ObjectiveRecipe:
     slot_weights: tuple[float, ...] | None = None
     corruption: str = "count"
     normalisation: str = "targets"
+    noise_schedule: str = "uniform"
     mdm_scale: float = 1.0
     autoregressive_fraction: float = 0.0
     partial_slot_fraction: float = 0.0
@@ -100,7 +101,9 @@ class TrainingRecipe:
     beta1: float = 0.9
     beta2: float = 0.98
     clip: float = 1.0
+    ema: float = 0.0  # decay of averaged weights, which are then what is validated and saved; 0: none
     autocast: bool = True  # bf16
+    checkpointing: bool = False  # compute layers again for their gradients: less memory, a third slower
     save_every: int = 500
     log_every: int = 20
     threads: int | None = None
@@ -167,13 +170,14 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "data.too_long": ("drop", "cut"),
     "objective.method": tuple(METHODS),
     "objective.corruption": ("count", "bernoulli"),
+    "objective.noise_schedule": ("uniform", "cosine"),
     "objective.normalisation": ("targets", "upstream"),
     "training.optimizer": ("adamw", "muon"),
     "training.schedule": ("wsd", "cosine"),
 }
 SHARES = {  # settings between 0 and 1
     "infill_fraction", "autoregressive_fraction", "partial_slot_fraction", "unrolled_fraction", "min_lr_ratio",
-    "decay_fraction", "beta1", "beta2", "context_p", "noise_range",
+    "decay_fraction", "beta1", "beta2", "ema", "context_p", "noise_range",
 }  # fmt: skip
 # Whole numbers that may be 0; all others are at least 1.
 FROM_ZERO = {"seed", "packed_length", "warmup_steps", "every", "decode_every"}
@@ -208,7 +212,7 @@ def _check(section: str, name: str, value: Any) -> None:
         elif isinstance(number, float):
             if name in SHARES and not 0 <= number <= 1:
                 raise UserError(f"{key} must be between 0 and 1, got {number}")
-            if name.startswith("beta") and number == 1:
+            if (name.startswith("beta") or name == "ema") and number == 1:
                 raise UserError(f"{key} must be less than 1, got 1.0")
             if not math.isfinite(number) or number < 0:
                 raise UserError(f"{key} must be a finite number of at least 0, got {number}")

@@ -21,6 +21,7 @@ example in the order 0, 1, 2; each masked copy of a slot sees the prompt, the sl
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -44,6 +45,8 @@ class ReFusionObjective:
     slot_weights: tuple[float, ...] | None = None  # None: all alike
     corruption: str = "count"  # "count": exactly floor(t*K) slots; "bernoulli": each with p = 0.999 t + 0.001
     normalisation: str = "targets"  # "targets": mean over masked tokens; "upstream": CE / (p * length), mean over rows
+    noise_schedule: str = "uniform"  # of t: "uniform" (paper), "cosine": t = sin(pi/2 u), more masks
+    noise_range: tuple[float, ...] = (0.0, 1.0)  # bounds of t
     mdm_scale: float = 1.0  # lambda
     autoregressive_fraction: float = 0.0  # rows left whole and in order, next-token targets everywhere in the answer
     partial_slot_fraction: float = 0.0  # masked slots that keep a random clean beginning
@@ -53,6 +56,7 @@ class ReFusionObjective:
 
     CORRUPTIONS: ClassVar[tuple[str, ...]] = ("count", "bernoulli")
     NORMALISATIONS: ClassVar[tuple[str, ...]] = ("targets", "upstream")
+    SCHEDULES: ClassVar[tuple[str, ...]] = ("uniform", "cosine")
 
     def __post_init__(self) -> None:
         if self.ids.mask is None:
@@ -67,6 +71,11 @@ class ReFusionObjective:
             raise UserError(f"corruption must be one of {', '.join(self.CORRUPTIONS)}, got {self.corruption!r}")
         if self.normalisation not in self.NORMALISATIONS:
             raise UserError(f"normalisation must be one of {', '.join(self.NORMALISATIONS)}, got {self.normalisation!r}")
+        if self.noise_schedule not in self.SCHEDULES:
+            raise UserError(f"noise_schedule must be one of {', '.join(self.SCHEDULES)}, got {self.noise_schedule!r}")
+        low, high = self.noise_range if len(self.noise_range) == 2 else (0.0, 0.0)
+        if not 0 <= low <= high <= 1 or high == 0:
+            raise UserError(f"noise_range must be [low, high] with 0 <= low <= high <= 1, got {list(self.noise_range)}")
         for name in ("autoregressive_fraction", "partial_slot_fraction", "unrolled_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"{name} must be between 0 and 1, got {getattr(self, name)}")
@@ -74,6 +83,11 @@ class ReFusionObjective:
             raise UserError("autoregressive_fraction and unrolled_fraction must not be more than 1 together")
         if not 0 < self.first_token_weight < math.inf:
             raise UserError(f"first_token_weight must be greater than 0, got {self.first_token_weight}")
+
+    def _noise(self, u: float) -> float:
+        """t of a number between 0 and 1."""
+        low, high = self.noise_range
+        return low + (high - low) * (math.sin(math.pi / 2 * u) if self.noise_schedule == "cosine" else u)
 
     @property
     def losses(self) -> tuple[Loss, ...]:
@@ -89,7 +103,7 @@ class ReFusionObjective:
             return self._unrolled(example, size, rng)
         answer = self._filled(example, size, rng)
         count = -(-len(answer) // size)
-        masked, p = choose_slots(count, self.corruption, rng)
+        masked, p = choose_slots(count, self.corruption, rng, self._noise)
         builder = RowBuilder(example)
         for slot in rng.permutation(np.flatnonzero(~masked)):
             self._add_clean(builder, example, answer, slot * size, size)
@@ -172,13 +186,15 @@ class ReFusionObjective:
         )  # fmt: skip
 
 
-def choose_slots(count: int, corruption: str, rng: np.random.Generator) -> tuple[NDArray[np.bool_], float]:
+def choose_slots(
+    count: int, corruption: str, rng: np.random.Generator, noise: Callable[[float], float] = lambda u: u
+) -> tuple[NDArray[np.bool_], float]:
     """Which of `count` slots are masked, bool [count], and the probability p with which a slot was masked.
 
-    t ~ U(0, 1]. "count" (paper): exactly floor(t * count) slots. "bernoulli" (upstream): each alone with p = 0.999 t
+    t = noise(u), u ~ U(0, 1]. "count" (paper): exactly floor(t * count) slots. "bernoulli" (upstream): each alone with p = 0.999 t
     + 0.001.
     """
-    t = 1.0 - rng.random()
+    t = noise(1.0 - rng.random())
     if corruption == "bernoulli":
         p = 0.999 * t + 0.001
         return rng.random(count) < p, p
