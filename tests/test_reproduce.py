@@ -165,6 +165,8 @@ def test_the_projects_own_plan_loads() -> None:
     plan = load_plan(Path(__file__).parent.parent / "recipes" / "reproduce" / "nano.toml")
     assert {"autoregressive", "refusion", "bd3lm", "llada", "dream"} == {entry.method for entry in plan.entries}
     assert all(entry.settings for entry in plan.entries)
+    helps = load_plan(Path(__file__).parent.parent / "recipes" / "reproduce" / "nano-helps.toml")
+    assert {entry.method for entry in helps.entries} == {"refusion"} and len(helps.entries) == 5
 
 
 def test_a_plan_that_is_not_there(tmp_path: Path) -> None:
